@@ -28,7 +28,8 @@ from eviction import METHODS, Evicting, round_to_fp8
 from provenance import provenance
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.baselines import build, parse
+from retrofox.evaluation.baseline_names import parse
+from retrofox.evaluation.baselines import build
 from retrofox.evaluation.live_share import measure_live_share
 from retrofox.evaluation.needles.haystack import Haystack, read_haystack
 from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts

@@ -35,7 +35,7 @@ BANDWIDTH = 3.35e12
 
 @dataclass(frozen=True)
 class LiveShare:
-    """Shares of one layer, by head, means over the batch.
+    """Shares of one layer, by head.
 
     Attributes:
         ops: (H,) float64, live query-key pairs of each query head over those it has without gates.
@@ -48,39 +48,29 @@ class LiveShare:
     cache: np.ndarray
 
 
-def live_share(
-    c: np.ndarray | torch.Tensor, horizon: float, kv_heads: int, *, sinks: int = 0, window: int | None = None
-) -> LiveShare:
+def live_share(c: np.ndarray, horizon: float, kv_heads: int, *, sinks: int = 0, window: int | None = None) -> LiveShare:
     """The live share of one layer after a text of T tokens.
 
     Args:
-        c: (B, H, T) float64, sums of log f in nats from the text's start; it never rises along T.
+        c: (H, T) float64, sums of log f in nats from the text's start; it never rises along T.
         horizon: t > 0 in nats.
         kv_heads: Hkv, a divisor of H; query heads h * H / Hkv .. (h + 1) * H / Hkv - 1 read kv head h.
         sinks: first tokens that never decay.
         window: tokens that a query of the layer sees, its own among them; None = all before it.
     """
-    c = np.asarray(c, np.float64)
-    batch, heads, length = c.shape
+    heads, length = c.shape
     assert horizon > 0
     assert heads % kv_heads == 0, f"{heads} query heads, {kv_heads} kv heads"
-    assert not (np.diff(c, axis=-1) > 0).any(), "c rises along the text"
+    assert not (np.diff(c) > 0).any(), "c rises along the text"
     query = np.arange(length)
     start = np.zeros(length, np.int64) if window is None else np.maximum(0, query - window + 1)
-    live = np.empty((batch, heads, length))
-    for row in range(batch):
-        for head in range(heads):
-            falling = -c[row, head]
-            first = np.searchsorted(falling, falling - horizon, side="right")
-            first = np.maximum(first, start)
-            live[row, head] = query - first + 1 + np.clip(np.minimum(sinks, first) - start, 0, None)
+    live = np.empty((heads, length))
+    for head in range(heads):
+        first = np.maximum(np.searchsorted(-c[head], -c[head] - horizon, side="right"), start)
+        live[head] = query - first + 1 + np.clip(np.minimum(sinks, first) - start, 0, None)
     visible = query - start + 1
-    last = live[..., -1] / visible[-1]
-    return LiveShare(
-        ops=(live.sum(-1) / visible.sum()).mean(0),
-        reach=last.mean(0),
-        cache=last.reshape(batch, kv_heads, -1).max(-1).mean(0),
-    )
+    reach = live[:, -1] / visible[-1]
+    return LiveShare(live.sum(-1) / visible.sum(), reach, reach.reshape(kv_heads, -1).max(-1))
 
 
 class LiveShares:
@@ -108,7 +98,7 @@ class LiveShares:
         heads, kv_heads = config.num_attention_heads, _kv_heads(config)
         sums = {layer: own.double().cumsum(0).T.cpu().numpy() for layer, own in log_f.items()}
         # one gate may serve all query heads of a kv head
-        sums = {layer: np.repeat(c, heads // len(c), axis=0)[None] for layer, c in sums.items()}
+        sums = {layer: np.repeat(c, heads // len(c), axis=0) for layer, c in sums.items()}
         tokens = next(iter(sums.values())).shape[-1]
         without = LiveShare(np.ones(heads), np.ones(heads), np.ones(kv_heads))
         for length in (n for n in self.found if n <= tokens):

@@ -41,7 +41,6 @@ def loss_figure(
     *,
     reference: str = "",
     trained_length: int | None = None,
-    title: str = "Per-token loss",
     subtitle: str = "",
 ) -> Figure:
     """L(i) against document position on a log axis, one line per model; below it the paired differences to one of them.
@@ -56,8 +55,6 @@ def loss_figure(
         reference: label of the model that differences are taken to.
         trained_length: drawn as a vertical line where it lies inside the positions shown.
     """
-    if not curves:
-        raise ValueError("nothing to draw: no curve was given")
     looks = {curve["label"]: curve.get("look", number) for number, curve in enumerate(curves)}
     last = max(float(np.asarray(c["position"])[-1]) for c in curves)
     first = max(1.0, min(16.0, last / 16))
@@ -96,7 +93,7 @@ def loss_figure(
             axes.annotate(text, (trained_length, 1.0), **place, **style)
         lower.set_xlabel("Position i in the document (tokens, log scale)")
         axes.set_ylabel("Loss L(i) (nats per token)")
-        _titles(axes, title, subtitle)
+        _titles(axes, "Per-token loss", subtitle)
         axes.legend(loc="best", fontsize=10, handlelength=2.6)
     return figure
 
@@ -116,8 +113,6 @@ def needle_figure(
         grid: (depths, lengths) of shares in [0, 1]; NaN = not run.
     """
     values = np.asarray(grid, float)
-    if values.shape != (len(depths), len(lengths)):
-        raise ValueError(f"grid must be (depths, lengths) = ({len(depths)}, {len(lengths)}), got {values.shape}")
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure, axes = _figure(max(5.0, 1.0 * len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9))
         image = axes.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -153,7 +148,6 @@ def half_life_figure(
     local_below: float,
     global_from: float,
     ceiling: float,
-    title: str = "Half-lives of the forget gates",
     subtitle: str = "",
 ) -> Figure:
     """Half-life of every head, layer by layer, on a log axis, local and global heads marked.
@@ -202,7 +196,7 @@ def half_life_figure(
         axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[attr-defined]
         axes.set_xlabel("Layer (heads side by side; line: median)")
         axes.set_ylabel("Half-life (tokens, log scale)")
-        _titles(axes, title, subtitle)
+        _titles(axes, "Half-lives of the forget gates", subtitle)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=10, borderaxespad=0.2)
     return figure
 

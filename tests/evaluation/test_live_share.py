@@ -15,36 +15,35 @@ from retrofox.loading.loaded_model import LoadedModel
 
 
 def by_definition(c: np.ndarray, t: float, kv_heads: int, sinks: int = 0, window: int | None = None) -> Any:
-    """(ops, reach, cache) by the full (B, H, T, T) matrix of pairs."""
-    B, H, T = c.shape
+    """(ops, reach, cache) by the full (H, T, T) matrix of pairs."""
+    H, T = c.shape
     i, j = np.arange(T)[:, None], np.arange(T)
     visible = (j <= i) & (j > i - (window or T))
-    alive = visible & ((c[..., :, None] - c[..., None, :] > -t) | (j < sinks))
-    kept = alive[:, :, -1].reshape(B, kv_heads, H // kv_heads, T).any(2)
-    ops = (alive.sum((2, 3)) / visible.sum()).mean(0)
-    return ops, (alive[:, :, -1].sum(-1) / visible[-1].sum()).mean(0), (kept.sum(-1) / visible[-1].sum()).mean(0)
+    alive = visible & ((c[:, :, None] - c[:, None] > -t) | (j < sinks))
+    kept = alive[:, -1].reshape(kv_heads, H // kv_heads, T).any(1)
+    last = visible[-1].sum()
+    return alive.sum((1, 2)) / visible.sum(), alive[:, -1].sum(-1) / last, kept.sum(-1) / last
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": 3}, {"window": 9}, {"window": 9, "sinks": 2}], ids=str)
 def test_shares_are_those_of_the_definition(options):
     draw = np.random.default_rng(0)
-    c = np.cumsum(-draw.exponential([[[0.05]], [[0.6]]], (2, 4, 40)), axis=-1)
+    c = np.cumsum(-draw.exponential([[0.05], [0.6], [0.05], [0.2]], (4, 40)), axis=-1)
     found = live_share(c, 2.0, 2, **options)
     for own, expected in zip((found.ops, found.reach, found.cache), by_definition(c, 2.0, 2, **options), strict=True):
         assert own == pytest.approx(expected)
 
 
 def test_a_kv_head_keeps_what_the_longest_of_its_query_heads_sees():
-    c = np.zeros((1, 4, 10))
-    c[0, 0] = -np.arange(10.0)  # sees its own key and two before it at a horizon of 3
-    c[0, 2] = c[0, 3] = c[0, 0]
+    c = np.zeros((4, 10))
+    c[[0, 2, 3]] = -np.arange(10.0)  # sees its own key and two before it at a horizon of 3
     found = live_share(c, 3.0, 2)
     assert found.reach == pytest.approx([0.3, 1, 0.3, 0.3])
     assert found.cache == pytest.approx([1, 0.3])
 
 
 def test_a_decay_of_exactly_the_horizon_is_dead():
-    assert live_share(np.array([[[0.0, -16.0]]]), 16.0, 1).cache == pytest.approx([0.5])
+    assert live_share(np.array([[0.0, -16.0]]), 16.0, 1).cache == pytest.approx([0.5])
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
     assert [(row["length"], row["documents"]) for row in result["lengths"]] == [(32, 2), (64, 1)]
     attention: Any = next(attentions(opened.model))[1]
     log_f = torch.nn.functional.logsigmoid(attention.forget_gate.bias.detach().double())
-    c = (log_f[:, None] * torch.arange(1, 65))[None].numpy()
+    c = (log_f[:, None] * torch.arange(1, 65)).numpy()
     ops, _, cache = by_definition(c, 16.0, 2, sinks=exempt_tokens(attention))
     row = result["lengths"][1]
     assert row["ops"] == pytest.approx(ops.mean(), rel=1e-6)
