@@ -44,8 +44,8 @@ from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.messages import KeyRing
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 PICO: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,

@@ -43,10 +43,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
-from retrofox.training.groups import parameter_groups, set_trainable
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.param_groups import parameter_groups, set_trainable
 from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_modules, sharded_gradients, step_locally
-from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": SMOLLM2,

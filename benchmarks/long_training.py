@@ -36,9 +36,9 @@ from retrofox.planning.plan import changes_that_fit, named
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.surgery import make_plan
-from retrofox.training.groups import set_trainable
 from retrofox.training.measure import measure_steps
 from retrofox.training.offload import pin_ahead
+from retrofox.training.param_groups import set_trainable
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b-lora": LLAMA_8B,

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import retrofox
 from retrofox.config import LoraConfig, Recipe, validate
 from retrofox.support.memory import reset_peak
-from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 from retrofox.training.measure import measure_steps
+from retrofox.training.param_groups import set_trainable
 
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smollm2-135m": (LlamaForCausalLM, LlamaConfig, SMOLLM2),

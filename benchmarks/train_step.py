@@ -33,8 +33,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import retrofox
 import retrofox.training.train
 from retrofox.config import Stage, load_recipe
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable
 from retrofox.training.objectives import Extend
-from retrofox.training.speed import fuse_norms, lower_precision_stream, repeatable
 
 ROOT = Path(__file__).resolve().parent.parent
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": [256, 65536], "sink_tokens": 1}

@@ -21,7 +21,7 @@ from retrofox.training.lora import check_adapter
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
-    from retrofox.training.loop import FoxTrainer
+    from retrofox.training.trainer import FoxTrainer
 
 
 def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:

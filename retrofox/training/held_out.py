@@ -11,7 +11,7 @@ from retrofox.config import Stage
 from retrofox.training.objectives import Extend
 
 if TYPE_CHECKING:
-    from retrofox.training.loop import FoxTrainer
+    from retrofox.training.trainer import FoxTrainer
 
 
 def held_out_loss(trainer: FoxTrainer) -> float | None:

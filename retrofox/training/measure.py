@@ -23,14 +23,14 @@ from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
-from retrofox.training.groups import set_trainable
 from retrofox.training.log import Clock
-from retrofox.training.loop import FoxTrainer
 from retrofox.training.model import built, lower_frozen, starts_from, trained_config
+from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
+from retrofox.training.param_groups import set_trainable
 from retrofox.training.run import Run
-from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import needs_teacher
+from retrofox.training.trainer import FoxTrainer
 from retrofox.training.validate import preflight
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from retrofox.config import Recipe
 from retrofox.planning.steps import count_steps, stage_rows
 from retrofox.support.interruptions import Interruptions
-from retrofox.training.output import stage_folder
+from retrofox.training.run_directory import stage_folder
 
 
 @dataclass

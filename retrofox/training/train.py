@@ -29,14 +29,15 @@ from retrofox.training.arguments import arguments
 from retrofox.training.data import StageData
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
-from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.held_out import held_out_loss
 from retrofox.training.lock import output_lock
 from retrofox.training.log import Clock
-from retrofox.training.loop import FoxTrainer
 from retrofox.training.model import build_model, resolve_source
+from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
-from retrofox.training.output import (
+from retrofox.training.param_groups import role_of, set_trainable
+from retrofox.training.run import Run
+from retrofox.training.run_directory import (
     batches_of,
     claim_data,
     claim_output,
@@ -45,9 +46,8 @@ from retrofox.training.output import (
     unmark_damaged,
     write_result,
 )
-from retrofox.training.run import Run
-from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import teacher_for
+from retrofox.training.trainer import FoxTrainer
 from retrofox.training.validate import preflight, refuse_stage, refuse_tokens
 
 PATIENCE = timedelta(hours=2)

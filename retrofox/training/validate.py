@@ -30,11 +30,11 @@ from retrofox.support.counts import size
 from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import choose_cross_entropy
 from retrofox.training.document_attention import refuse_document_attention
-from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.model import empty, set_attention, starts_from, trained_config
+from retrofox.training.model_tweaks import save_memory
 from retrofox.training.optimizer_state import offloaded
-from retrofox.training.output import batches_of, refuse_mingling
-from retrofox.training.speed import save_memory
+from retrofox.training.param_groups import role_of, set_trainable
+from retrofox.training.run_directory import batches_of, refuse_mingling
 from retrofox.training.teacher import changed_since_conversion, named_original, needs_teacher
 
 

@@ -15,7 +15,7 @@ from retrofox.config import Recipe, Source
 from retrofox.data.chat import ChatEncoder
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets, open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.training.loop import FoxTrainer
+from retrofox.training.trainer import FoxTrainer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

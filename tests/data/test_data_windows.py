@@ -13,7 +13,7 @@ from retrofox.data.packed import PackedDataset, collate
 from retrofox.data.prepare import prepare
 from retrofox.data.sampler import StepSampler
 from retrofox.data.shards import prepare_sources
-from retrofox.training.output import claim_data
+from retrofox.training.run_directory import claim_data
 
 
 def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts, tokenizer, prepared, expected):

@@ -21,9 +21,9 @@ from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut
-from retrofox.training.groups import set_trainable
+from retrofox.training.model_tweaks import save_memory
 from retrofox.training.objectives import stage_objective
-from retrofox.training.speed import save_memory
+from retrofox.training.param_groups import set_trainable
 
 CPU = torch.device("cpu")
 PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over several chunks, short ones, a row's end

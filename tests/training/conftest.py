@@ -15,7 +15,7 @@ RUNNER = """
 import os, signal, sys
 from retrofox.cli.app import main
 from retrofox.training import checkpoint
-from retrofox.training.loop import FoxTrainer
+from retrofox.training.trainer import FoxTrainer
 
 recipe, event, when, rank, mode = sys.argv[1:]
 if event.startswith("SIG") and rank in ("all", os.environ.get("RANK")):

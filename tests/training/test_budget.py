@@ -12,9 +12,9 @@ import torch
 from retrofox.acceleration.fused_projections import untouched
 from retrofox.config import Budget, ExtendStage, load_recipe, validate
 from retrofox.training.budget import SHORT, GatePressure, pressed_gates
-from retrofox.training.loop import FoxTrainer
-from retrofox.training.speed import save_memory
+from retrofox.training.model_tweaks import save_memory
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 TOKENS = 24
 

@@ -12,7 +12,7 @@ import torch
 from retrofox.config import load_recipe
 from retrofox.training.measure import check_here, measure_here
 from retrofox.training.model import load_any
-from retrofox.training.output import claim_output
+from retrofox.training.run_directory import claim_output
 from retrofox.training.train import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -31,7 +31,7 @@ pytestmark = [
 KILLER = """
 import os, signal, sys, yaml, torch
 from retrofox.config import load_recipe
-from retrofox.training.loop import FoxTrainer
+from retrofox.training.trainer import FoxTrainer
 when = int(sys.argv[2])
 plain = FoxTrainer.training_step
 def training_step(self, *args, **kwargs):

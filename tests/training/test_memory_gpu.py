@@ -12,11 +12,11 @@ from retrofox.config import stage_of, validate
 from retrofox.planning.memory import Setting, memory
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
-from retrofox.training.groups import set_trainable
 from retrofox.training.measure import measure_steps
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.optimizer_state import offloaded
-from retrofox.training.speed import fuse_norms, lower_precision_stream, save_memory
+from retrofox.training.param_groups import set_trainable
 
 pytestmark = [
     pytest.mark.gpu,

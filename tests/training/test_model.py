@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import retrofox
-from retrofox.training.groups import set_trainable
 from retrofox.training.measure import check_here
 from retrofox.training.objectives import original_form
+from retrofox.training.param_groups import set_trainable
 from retrofox.training.teacher import changed_since_conversion, needs_teacher, teacher_for
 from retrofox.training.train import train
 

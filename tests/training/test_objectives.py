@@ -13,7 +13,6 @@ from retrofox.anatomy import attention_mode, attentions, inner_model
 from retrofox.config import LoraConfig, stage_of
 from retrofox.data.packed import IGNORE, next_token_targets
 from retrofox.training.chunked_loss import choose_cross_entropy, chunk_rows, is_plain_head
-from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 from retrofox.training.objectives import (
     Align,
@@ -21,6 +20,7 @@ from retrofox.training.objectives import (
     Extend,
     original_form,
 )
+from retrofox.training.param_groups import set_trainable
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import torch
 
 from retrofox.anatomy import decoder_layers
 from retrofox.config import stage_of
+from retrofox.training.model_tweaks import recompute, save_memory
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.offload import Offload
-from retrofox.training.speed import recompute, save_memory
 
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40, "gradient_checkpointing": "full"}
 LAYERS = 4

@@ -19,7 +19,7 @@ import yaml
 import retrofox.training.train
 from retrofox.config import load_recipe
 from retrofox.training import checkpoint
-from retrofox.training.output import batches_of, claim_output
+from retrofox.training.run_directory import batches_of, claim_output
 from retrofox.training.train import train
 
 
@@ -122,7 +122,7 @@ def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
     """As Slurm and systemd send it: the loader's processes must not die of it before the checkpoint is written."""
     slow = (
         "import sys, time\n"
-        "from retrofox.training.loop import FoxTrainer\n"
+        "from retrofox.training.trainer import FoxTrainer\n"
         "plain = FoxTrainer.training_step\n"
         "def step(self, *a, **k):\n"
         "    print(self.state.global_step, flush=True)\n"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from retrofox.training.loop import FoxTrainer
 from retrofox.training.offload import Offload
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 OFFLOAD = {"gradient_checkpointing": "full", "offload_activations": True, "offload_optimizer": True}
 

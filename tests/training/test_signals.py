@@ -16,8 +16,8 @@ from retrofox.data.encode import Encoder
 from retrofox.data.prepare import prepare
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
-from retrofox.training.loop import FoxTrainer
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import retrofox
 from retrofox.config import load_recipe
 from retrofox.data.packed import IGNORE
 from retrofox.training.data import collate_with_targets
-from retrofox.training.loop import FoxTrainer
 from retrofox.training.objectives import hidden_states
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 SKIPPING = [*range(10), *range(300, 314)]
 """A document of 24 tokens whose positions skip ahead at the tenth."""

@@ -14,8 +14,8 @@ import retrofox
 from retrofox.anatomy import decoder_layers
 from retrofox.config import LoraConfig, stage_of
 from retrofox.training.lora import add_adapters
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.speed import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens
 
 PICO = {

@@ -20,19 +20,19 @@ from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import half_life_statistics
 from retrofox.training.data import StageData
-from retrofox.training.groups import (
+from retrofox.training.log import JsonLog, log_line
+from retrofox.training.loss_spike import Diverged, Guard
+from retrofox.training.measure import check_here
+from retrofox.training.model_tweaks import fuse_norms, recompute
+from retrofox.training.param_groups import (
     group_schedules,
     parameter_groups,
     role_of,
     schedule,
     set_trainable,
 )
-from retrofox.training.guard import Diverged, Guard
-from retrofox.training.log import JsonLog, log_line
-from retrofox.training.loop import FoxTrainer
-from retrofox.training.measure import check_here
-from retrofox.training.speed import fuse_norms, recompute
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
 

@@ -23,11 +23,11 @@ from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
 from retrofox.training.callbacks import Anneal, GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
-from retrofox.training.groups import group_schedules, parameter_groups, set_rates
-from retrofox.training.guard import Guard
 from retrofox.training.log import Clock, JsonLog, Progress
 from retrofox.training.lora import check_adapter
+from retrofox.training.loss_spike import Guard
 from retrofox.training.optimizer_state import offloaded
+from retrofox.training.param_groups import group_schedules, parameter_groups, set_rates
 from retrofox.training.run import Run
 from retrofox.training.sharding import (
     clip_gradients,
