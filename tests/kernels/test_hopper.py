@@ -17,12 +17,20 @@ from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.forward import SHAPES, SHORT, copyable, gluon_missing, halved, heads_per_group
 from fox_kernels.options import Documents, Options, Saved
 
-needs_gluon = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
+VERSION = hopper_forward.triton_version()
+KNOWN = VERSION in hopper_forward.RUN_WITH | hopper_forward.COMPILED_WITH
+needs_gluon = pytest.mark.skipif(not KNOWN, reason="what Gluon calls otherwise in this Triton is not known")
+
+
+def allowed(spills: int) -> int:
+    """Bytes that may be spilled, given what Triton 3.6 spills: others half as much again."""
+    return spills if VERSION == (3, 6) else 48 + 3 * spills // 2
 
 
 def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[dict, str]:
     """Compile a Gluon kernel for sm_90; return (shared memory, spilled bytes) and what ptxas says of it."""
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -42,11 +50,12 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
     source = GluonASTSource(
         function, signature=signature, constexprs={places[n]: v for n, v in constants.items()}, attrs=aligned
     )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    kernel = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    )
     ptx = work / "kernel.ptx"
     ptx.write_text(kernel.asm["ptx"])
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", work / "kernel.cubin"]
+    command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", ptx, "-o", work / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
     return {"shared": kernel.metadata.shared, "spilled": spilled}, said
@@ -104,7 +113,7 @@ BACKWARD = {64: 384, 128: 232}
 @pytest.mark.parametrize("shape", FORWARD, ids=str)
 def test_forward_compiles_for_hopper_without_spills_or_serialised_products(shape, tmp_path):
     found, said = compiled(*forward_source(shape), tmp_path)
-    assert found["spilled"] <= FORWARD[shape]
+    assert found["spilled"] <= allowed(FORWARD[shape])
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
@@ -115,7 +124,7 @@ def test_forward_compiles_for_hopper_without_spills_or_serialised_products(shape
 def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_path):
     found, said = compiled(*backward_source(D, rounds=rounds), tmp_path)
     more = 24 if rounds else 0  # nearly all spills are in the producer and the writer, which have time
-    assert found["spilled"] <= BACKWARD[D] + more
+    assert found["spilled"] <= allowed(BACKWARD[D] + more)
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
@@ -125,8 +134,8 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_
 def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp_path):
     forward, said = compiled(*forward_source(SHORT.get(D, SHAPES[D]), start=2), tmp_path)
     backward, more = compiled(*backward_source(D, start=2), tmp_path)
-    assert forward["spilled"] <= 8
-    assert backward["spilled"] <= spills
+    assert forward["spilled"] <= allowed(8)
+    assert backward["spilled"] <= allowed(spills)
     assert max(forward["shared"], backward["shared"]) <= 227 * 1024
     assert "serialized" not in said + more
 
@@ -203,6 +212,18 @@ def test_what_follows_and_precedes_the_backward_puts_dq_in_order_and_bounds_each
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_a_triton_with_which_they_were_compiled_but_not_run_takes_a_word(monkeypatch):
+    monkeypatch.setattr(hopper_forward, "triton_version", lambda: (3, 9))
+    monkeypatch.delenv("FOX_KERNELS_UNPROVEN", raising=False)
+    assert "FOX_KERNELS_UNPROVEN=1" in str(gluon_missing())
+    monkeypatch.setenv("FOX_KERNELS_UNPROVEN", "1")
+    assert gluon_missing() is None
+    for version, reason in (((3, 99), "triton 3.99 is not 3.6"), (None, "not installed")):
+        monkeypatch.setattr(hopper_forward, "triton_version", lambda version=version: version)
+        assert reason in str(gluon_missing())
+        assert "UNPROVEN" not in str(gluon_missing())
 
 
 def test_a_tensor_off_the_gpu_is_refused_with_the_reason():

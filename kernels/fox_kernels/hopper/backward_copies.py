@@ -1,13 +1,12 @@
 """The partitions of the Hopper backward that move data: the producer of q, k, v, do and decays, the writer of dq."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..common.blocks import LOG2E
 from .forward_producer import difference, edges_of
+from .gluon_names import thread_barrier, tma_load, tma_reduce_add, tma_store
 
 BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
 # barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
@@ -15,15 +14,6 @@ DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.
 KV_FULL, KV_EMPTY, HEAD_DONE, Q_FULL = (gl.constexpr(x) for x in (6, 8, 10, 12))
 # the producer's message about a chunk of heads: key tile (-1: no more), range of query tiles, each head's last one
 INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
-
-
-@builtin
-def _tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    # libtriton 3.6 has the builder; its Python wrapper came later
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )
 
 
 @gluon.jit
@@ -143,8 +133,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
         mbarrier.expect(bars.index(KV_FULL + kv), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for w in gl.static_range(2):
             full = bars.index(KV_FULL + kv)
-            tma.async_copy_global_to_shared(k_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + w))
-            tma.async_copy_global_to_shared(v_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + 2 + w))
+            tma_load(k_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + w))
+            tma_load(v_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + 2 + w))
         for g0 in range(0, KV_GROUP, HEADS):
             # what the consumers need to know of these heads: the walk, and each key's decay from the tile's last key
             heads = gl.minimum(KV_GROUP - g0, HEADS)
@@ -220,8 +210,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                         mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
                         mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
                         h = hk * KV_GROUP + g0 + g
-                        tma.async_copy_global_to_shared(q_desc, [b, m * BM, h, 0], full, qdo_s.index(s))
-                        tma.async_copy_global_to_shared(do_desc, [b, m * BM, h, 0], full, qdo_s.index(NB + s))
+                        tma_load(q_desc, [b, m * BM, h, 0], full, qdo_s.index(s))
+                        tma_load(do_desc, [b, m * BM, h, 0], full, qdo_s.index(NB + s))
                         high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
                         empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
                         high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
@@ -323,10 +313,10 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
                         if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
                             for w in gl.static_range(2):
-                                tma.async_copy_shared_to_global(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                                tma_store(dq_desc, [rows + w * down, w * across], dq_s.index(w))
                         else:
                             for w in gl.static_range(2):
-                                _tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                                tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
                         # while those run, and before the release: row sums are added in turn, too
                         # all queries', of each half of the keys
                         sums = gl.zeros([BM], gl.float32, layout=VEC)
@@ -344,7 +334,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                                 "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
                                 is_pure=False, pack=1,
                             )  # fmt: skip
-                            gl.thread_barrier()
+                            thread_barrier()
                             gl.atomic_add(ticket, 1, sem="release", scope="gpu")
                         it += 1
                         step += 1
@@ -361,8 +351,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             chunk += 1
         kv = tiles % NKV
         for w in gl.static_range(2):
-            tma.async_copy_shared_to_global(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
-            tma.async_copy_shared_to_global(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
+            tma_store(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
+            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
         tma.store_wait(0)
         mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
         tiles += 1

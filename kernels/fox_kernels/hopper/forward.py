@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import operator
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -39,19 +40,29 @@ SHAPES = {
 SHORT = {64: Shape(64, 0, 2, 128, 3, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
+RUN_WITH = {(3, 6)}  # versions of Triton, on an H100
+COMPILED_WITH = {(3, 7), (3, 8), (3, 9)}  # for one, with as few spills; `gluon_names` has what differs
 LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
 
 
 def gluon_missing() -> str | None:
-    """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+    """Return why this installation's Gluon is none with which the Hopper kernels run, or None."""
+    version = triton_version()
+    if version in RUN_WITH or (version in COMPILED_WITH and os.environ.get("FOX_KERNELS_UNPROVEN") == "1"):
+        return None
+    if version is None:
         return "triton is not installed"
-    major, minor = (int(x) for x in version.split(".")[:2])
-    if (major, minor) != (3, 6):
-        return f"triton {version} is not 3.6, whose Gluon the Hopper kernels are written for"
-    return None
+    found = f"triton {version[0]}.{version[1]} is not 3.6, with which the Hopper kernels have been run"
+    return f"{found}; they compile: FOX_KERNELS_UNPROVEN=1 takes them" if version in COMPILED_WITH else found
+
+
+def triton_version() -> tuple[int, int] | None:
+    """Return the installed Triton's major and minor version."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
 
 
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
@@ -98,6 +109,9 @@ def copyable(x: Tensor) -> Tensor:
 def copied(x: Tensor) -> Tensor:
     """Return a copy for TMA to read; Tensor.contiguous() returns a contiguous tensor at an odd address unchanged."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+FOUR_WARPS = {"num_warps": 4, "enable_fp_fusion": True}  # Triton 3.10 will fuse multiply-adds only when told
 
 
 class Blocks(NamedTuple):
@@ -148,7 +162,7 @@ class Launch:
             self.run((self.programs, 1, 1), copied, arguments)
         else:
             blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
-            compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
+            compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, **FOUR_WARPS)
             self.run = Runner(compiled, self.constants, self.described)
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .forward_masked import half_block, masked_block
 from .forward_producer import edges_of, key_blocks, producer
 from .forward_softmax import lost, row_sums, scores, sees_whole, softmax, times_v, widened
+from .gluon_names import thread_barrier, tma_store
 
 PRODUCER_WARPS = gl.constexpr(4)
 PING_PONG_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
@@ -150,7 +151,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s,
             pr = gl.convert_layout(rounded, P_L)
 
         if NC == 3:  # else the compiler puts a barrier in front of every wait for v below
-            gl.thread_barrier()
+            thread_barrier()
         # the next scores and the last weights times V in flight together
         for i in range(last + 1, n_all):
             n = nb_hi - 1 - i
@@ -227,9 +228,9 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s,
             acc_x = acc_x * gl.convert_layout(inv, gl.SliceLayout(1, X_L))[:, None]
             ox_buf.store(acc_x.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [b, row0 + w * 64, h, 0], o_s.index(w))
+        tma_store(o_desc, [b, row0 + w * 64, h, 0], o_s.index(w))
         if DX:
-            tma.async_copy_shared_to_global(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
+            tma_store(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
         if HAS_RESIDUAL:
             if D == 128:  # no room for a buffer of its own
                 tma.store_wait(0)
@@ -237,9 +238,9 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s,
             if DX:
                 rx_s.index(w).reshape([64, DX]).store(lost(acc_x, dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(r_desc, [b, row0 + w * 64, h, 0], r_s.index(w))
+            tma_store(r_desc, [b, row0 + w * 64, h, 0], r_s.index(w))
             if DX:
-                tma.async_copy_shared_to_global(rx_desc, [b, row0 + w * 64, h, D], rx_s.index(w))
+                tma_store(rx_desc, [b, row0 + w * 64, h, D], rx_s.index(w))
 
         b = b_next
         h = h_next

@@ -2,7 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from .gluon_names import tma_load
 
 
 @gluon.jit
@@ -131,9 +133,9 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             full = q_full.index(slot)
             mbarrier.wait(q_empty.index(slot), ((tiles // QB) & 1) ^ 1)
             mbarrier.expect(full, q_desc.block_type.nbytes + (qx_desc.block_type.nbytes if DX else 0))
-            tma.async_copy_global_to_shared(q_desc, [b, row0 + w * 64, h, 0], full, q_s.index(slot))
+            tma_load(q_desc, [b, row0 + w * 64, h, 0], full, q_s.index(slot))
             if DX:
-                tma.async_copy_global_to_shared(qx_desc, [b, row0 + w * 64, h, D], full, qx_s.index(slot))
+                tma_load(qx_desc, [b, row0 + w * 64, h, D], full, qx_s.index(slot))
             decay, decay_lo = difference(row_hi, row_lo, ref_hi, ref_lo)
             decay, decay_lo = over(decay, decay_lo, scale)
             d_s.index(slot).store(decay)
@@ -154,9 +156,9 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             lo = gl.load(c_lo + offs_n, mask=offs_n < S, other=0.0)
             mbarrier.wait(k_empty.index(s), ph)
             mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes + (kx_desc.block_type.nbytes if DX else 0))
-            tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], k_full.index(s), k_s.index(s))
+            tma_load(k_desc, [b, n * BN, hk, 0], k_full.index(s), k_s.index(s))
             if DX:
-                tma.async_copy_global_to_shared(kx_desc, [b, n * BN, hk, D], k_full.index(s), kx_s.index(s))
+                tma_load(kx_desc, [b, n * BN, hk, D], k_full.index(s), kx_s.index(s))
             bias, bias_lo = difference(ref_hi, ref_lo, hi, lo)
             bias, bias_lo = over(bias, bias_lo, scale)
             b_s.index(s).store(bias)
@@ -165,9 +167,9 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             mbarrier.arrive(k_full.index(s), count=1)
             mbarrier.wait(v_empty.index(s), ph)
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))
-            tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], v_full.index(s), v_s.index(s))
+            tma_load(v_desc, [b, n * BN, hk, 0], v_full.index(s), v_s.index(s))
             if DX:
-                tma.async_copy_global_to_shared(vx_desc, [b, n * BN, hk, D], v_full.index(s), vx_s.index(s))
+                tma_load(vx_desc, [b, n * BN, hk, D], v_full.index(s), vx_s.index(s))
             it += 1
             if i == ahead:
                 index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)

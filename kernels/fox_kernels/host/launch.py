@@ -27,6 +27,7 @@ class Described(NamedTuple):
     strides: list[int]
     block_shape: list[int]
     padding: str = "zero"
+    round_f32_to_tf32: bool = False  # read from Triton 3.7 on
 
 
 def of_tensor(x: torch.Tensor):

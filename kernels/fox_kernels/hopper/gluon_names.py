@@ -1,0 +1,24 @@
+"""What Gluon calls otherwise from one version of Triton to the next, under one name each. Triton 3.6 to 3.9."""
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .forward import triton_version
+
+VERSION = triton_version() or (0, 0)
+
+
+@builtin
+def _reduce_add(descriptor, coordinates, source, _semantic=None):
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+thread_barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier
+tma_reduce_add = tma.async_atomic_add if VERSION >= (3, 8) else _reduce_add  # before, libtriton alone had it
+tma_load = tma.async_load if VERSION >= (3, 9) else tma.async_copy_global_to_shared
+tma_store = tma.async_store if VERSION >= (3, 9) else tma.async_copy_shared_to_global
