@@ -108,9 +108,10 @@ class Answers(BaseHTTPRequestHandler):
             name = f"{values.get('organization') or 'me'}/{values['name']}"
             if name not in hub.repos and asked_private(values):
                 hub.private.add(name)
-            hub.repos.setdefault(name, {"0" * 40: {}})
             hub.created.append(values)
-            self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
+            there = name in hub.repos
+            hub.repos.setdefault(name, {"0" * 40: {}})
+            self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name}, 409 if there else 200)
         elif path == "/api/repos/delete":
             values = json.loads(data)
             hub.repos.pop(f"{values.get('organization') or 'me'}/{values['name']}")

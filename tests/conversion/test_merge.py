@@ -57,6 +57,7 @@ def test_weights_keep_the_bases_dtype_and_gates_float32(dtype, limit, adapter, t
 def test_merged_logits_are_the_adapters_and_not_the_bases(adapter, tmp_path):
     place = adapter(torch.float32)
     merge(place, tmp_path / "out")
+    assert not list((tmp_path / "out").glob(".*"))
     base = retrofox.load(tmp_path / "base")
     adapted, merged = with_adapter(retrofox.load(tmp_path / "base"), place), retrofox.load(tmp_path / "out")
     ids = torch.arange(2, 40)[None]

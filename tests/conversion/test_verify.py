@@ -78,9 +78,8 @@ def test_a_live_base_is_left_as_it_was(pico_llama, converted):
     base = pico_llama().to(torch.bfloat16).train()
     before = {name: (value.data_ptr(), value.dtype) for name, value in base.state_dict(keep_vars=True).items()}
     buffers = {name: value.clone() for name, value in base.named_buffers()}
-    verify.compare(base, converted(base))
+    assert verify.compare(base, converted(base))["equal"]  # by frequencies that were not rounded to bfloat16
     assert base.training
     assert {name: (value.data_ptr(), value.dtype) for name, value in base.state_dict(keep_vars=True).items()} == before
-    assert all(
-        value.equal(buffers[name]) and value.dtype == buffers[name].dtype for name, value in base.named_buffers()
-    )
+    for name, value in base.named_buffers():
+        torch.testing.assert_close(value, buffers[name], atol=0, rtol=0)
