@@ -151,7 +151,8 @@ def filled(model: Any, contender: str, batch: int, context: int, new: int, gates
         k, v = (torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
         if contender.startswith("fox"):
             if index in gates:
-                log_f = gates[index][:, :context].to(model.device).expand(batch, -1, -1).contiguous()
+                log_f = gates[index][:, :context].to(model.device).expand(batch, -1, -1)
+                log_f = log_f.repeat_interleave(heads // log_f.shape[-1], -1).contiguous()
             else:
                 log_f = torch.full((batch, context, heads), -1e-4, device=model.device)
             retrofox.model.modeling_fox.GateCache(cache, log_f).update(k, v, index)

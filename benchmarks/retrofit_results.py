@@ -42,15 +42,15 @@ def read(path: Path) -> Any:
 def needles(folder: Path, model: str | None = None) -> dict[str, Any]:
     """By mode: length, prompts, share found, its Wilson interval and the answers' mean log-probability.
 
-    Of the model of that label, or of the only one.
+    Of the model of that label, or of the only one; from needle-MODE/ and folders whose names go on, such as
+    needle-easy-64k/.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for mode in ("easy", "standard"):
-        path = folder / f"needle-{mode}" / "needle.json"
-        if path.exists():
+        for path in sorted(folder.glob(f"needle-{mode}*/needle.json")):
             models = read(path)["models"]
             (label,) = models if model is None else [model]
-            found[mode] = models[label]["modes"][mode]["by_length"]
+            found.setdefault(mode, []).extend(models[label]["modes"][mode]["by_length"])
     return found
 
 

@@ -10,143 +10,117 @@ from typing import Any
 
 from figures import read, table
 
-ARMS = {
+LABELS = {
     "base": "base",
-    "control-asked": "control",
-    "yarn": "YaRN x 4",
-    "yarn-seed1": "YaRN x 4, seed 1",
-    "yarn8": "YaRN x 8, skips",
-    "yarn8-seed1": "YaRN x 8, skips, seed 1",
-    "yarn16": "YaRN x 16, skips",
-    "yarn16-seed1": "YaRN x 16, skips, seed 1",
-    "theta": "theta 500,000",
-    "theta5M": "theta 5M, skips",
-    "theta5M-seed1": "theta 5M, skips, seed 1",
-    "theta-gates": "theta 500,000, gates, skips",
-    "drope-trained": "DroPE",
-    "partial": "**default**",
-    "partial-seed1": "**default**, seed 1",
-    "partial-near": "default, no skips",
-    "partial-open": "default, no gates",
-    "lora": "**lora**",
-    "lora-seed1": "**lora**, seed 1",
-    "lora-skips": "lora, skips",
-    "keep-seed1": "keep",
-    "fox": "**fox**",
-    "fox-seed1": "**fox**, seed 1",
-    "fox-pro": "**fox-pro**",
-    "fox-pro-seed1": "**fox-pro**, seed 1",
+    "control": "control",
+    "yarn8": "YaRN x 8",
+    "yarn8-seed1": "YaRN x 8, seed 1",
+    "yarn16": "YaRN x 16",
+    "yarn16-seed1": "YaRN x 16, seed 1",
+    "theta5M": "theta 5M",
+    "theta5M-seed1": "theta 5M, seed 1",
+    "no-gates": "default without gates",
+    "horizon": "**default**",
+    "horizon-seed1": "**default**, seed 1",
+    "horizon-kv": "a gate for each kv head",
+    "horizon-12": "12 heads open, others to 1024 tokens",
+    "horizon-random": "10 random heads open",
+    "pressed": "no head open, all pressed alike",
+    "horizon-3e-4": "default at half the rate",
+    "yarn8-3e-4": "YaRN x 8 at half the rate",
+    "horizon-lora": "**default, LoRA**",
+    "yarn8-lora": "YaRN x 8, LoRA",
+    "no-rope": "**no RoPE**",
+    "fox": "fox",
+    "fox-seed1": "fox, seed 1",
+    "fox-pro": "fox-pro",
+    "fox-pro-seed1": "fox-pro, seed 1",
 }
-"""Names and labels."""
+FAIR = ("base", "control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
+GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed")
+RATES = ("yarn8", "yarn8-3e-4", "horizon", "horizon-3e-4")
+LORA = ("yarn8-lora", "horizon-lora")
+NO_ROPE = ("no-rope", "fox", "fox-pro")
+"""The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
-    ("original", ("base",)),
-    ("fine-tuned, nothing changed", ("control-asked",)),
-    ("fine-tuned with YaRN x 4", ("yarn", "yarn-seed1")),
-    ("fine-tuned with YaRN x 8 and skips", ("yarn8", "yarn8-seed1")),
-    ("**stretched RoPE and gates**, the default", ("partial", "partial-seed1")),
-    ("**gates instead of RoPE**, `smollm2-fox`", ("fox", "fox-seed1")),
+    ("original", "base"),
+    ("fine-tuned, nothing changed", "control"),
+    ("fine-tuned with YaRN x 8 and skips", "yarn8"),
+    ("**gates, horizon, stretched RoPE**, the default", "horizon"),
+    ("**gates instead of RoPE**, `smollm2-no-rope`", "no-rope"),
 )
-"""Rows of the README's table: a label, and the seeds of one arm."""
+"""Rows of the README's table: a label and an arm, whose seeds share the row."""
 UNTRAINED = {
     "yarn:4": "YaRN x 4",
     "window:4096": "window of 4096",
     "streaming:4096,4": "StreamingLLM 4096 + 4",
     "drope": "no RoPE",
 }
+LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536)
+NO_ARM = "none measured yet"
 Arm = dict[str, Any]
 
 
-def arms_on_file() -> dict[str, Arm]:
-    """Label -> arm, in the order of ARMS; then those of other names whose panel or live share was measured."""
+def on_file(names: Sequence[str]) -> dict[str, Arm]:
+    """Label -> arm of those that are on file, each with its second seed."""
     arms = read("retrofit/arms.json")["arms"]
-    others = {name: name for name, arm in arms.items() if name not in ARMS and ("panel" in arm or "live" in arm)}
-    return {label: arms[name] for name, label in (ARMS | others).items() if name in arms}
+    return {LABELS[key]: arms[key] for name in names for key in (name, f"{name}-seed1") if key in arms}
+
+
+def seeds_of(name: str) -> list[Arm]:
+    arms = read("retrofit/arms.json")["arms"]
+    return [arms[key] for key in (name, f"{name}-seed1") if key in arms]
 
 
 def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table without the columns in which every row has a dash."""
-    kept = [n for n in range(len(header)) if any(row[n] != "-" for row in rows)]
+    if not rows:
+        return table(["arm"], [[NO_ARM]])
+    kept = [n for n in range(len(header)) if any(set(row[n]) - set("-/ ") for row in rows)]
     return table([header[n] for n in kept], [[row[n] for n in kept] for row in rows])
 
 
 def readme_table() -> str:
-    """The six arms of the README's table; where two seeds differ, both."""
-    arms = read("retrofit/arms.json")["arms"]
+    """The README's arms; where two seeds differ, both."""
     rows = []
-    for label, names in OF_THE_README:
-        if seeds := [arms[name] for name in names if name in arms]:
-            cells = [[of(arm) for arm in seeds] for of in README_COLUMNS.values()]
-            rows.append(
-                [label, *(", ".join(dict.fromkeys(cell for cell in seen if cell != "-")) or "-" for seen in cells)]
-            )
+    for label, name in OF_THE_README:
+        if seeds := seeds_of(name):
+            cells = [dict.fromkeys(cell for cell in map(of, seeds) if cell != "-") for of in README_COLUMNS.values()]
+            rows.append([label, *(", ".join(cell) or "-" for cell in cells)])
     return without_empty_columns(["SmolLM2-135M", *README_COLUMNS], rows)
 
 
-def of_seeds(of: Callable[[Arm], str], seeds: Sequence[Arm]) -> str:
-    """A cell with each seed's figure, but for those that are the same or missing."""
-    return ", ".join(dict.fromkeys(cell for cell in map(of, seeds) if cell != "-")) or "-"
+def arms_table(names: Sequence[str]) -> str:
+    """Needles, losses and what the gates leave, an arm a row."""
+    rows = [[label, *(of(arm) for of in COLUMNS.values())] for label, arm in on_file(names).items()]
+    return without_empty_columns(["arm", *COLUMNS], rows)
 
 
-def readme_controls() -> str:
-    """What the fairest control on file does beside the default, in a sentence."""
-    arms = read("retrofit/arms.json")["arms"]
-    default = seeds_of(arms, "partial")
-    fair = seeds_of(arms, "yarn8")
-    if not fair:
-        return (
-            "The fairest control, YaRN x 8 with the default's skips and no gates (`smollm2-yarn8`), is still to be "
-            f"measured; the default without its gates finds {found(arms['partial-open'], 32768)} % at 32k."
-        )
-    ours, theirs = (mean_found(arms, 32768) for arms in (default, fair))
-    verdict = "as many as" if abs(ours - theirs) < 0.05 else "fewer than" if theirs < ours else "more than"
-    far = [" and ".join(dict.fromkeys(loss(arm, 98304, 2) for arm in arms)) for arms in (fair, default)]
-    return (
-        f"**Without any gates**, YaRN x 8 with the same tokens and skips finds {100 * theirs:.0f} % of the needles at "
-        f"32k, {verdict} the default ({100 * ours:.0f} %), at {loss(fair[0], 24576, 2)} nats there (default "
-        f"{loss(default[0], 24576, 2)}); at 96k-128k it is at {far[0]} nats, the default at {far[1]}."
-    )
+def retrofit_fair() -> str:
+    return arms_table(FAIR)
 
 
-def seeds_of(arms: dict[str, Arm], name: str) -> list[Arm]:
-    return [arms[key] for key in (name, f"{name}-seed1") if key in arms]
+def retrofit_gates() -> str:
+    return arms_table(GATES)
 
 
-def mean_found(arms: Sequence[Arm], length: int, mode: str = "easy") -> float:
-    """Mean share of needles found at a length over the seeds of an arm."""
-    shares = [row["found"] for arm in arms for row in arm["needles"].get(mode, ()) if row["length"] == length]
-    return sum(shares) / len(shares)
+def retrofit_rates() -> str:
+    return arms_table(RATES)
 
 
-def retrofit_arms() -> str:
-    """Each arm: what it was trained on, worst row of the panel, tasks, share of the cache that its gates leave."""
-    columns = {
-        "tokens": tokens,
-        "minutes": lambda arm: f"{arm['seconds'] / 60:.1f}" if arm["seconds"] else "-",
-        "loss at 4k-8k": lambda arm: loss(arm, 4096),
-        "at 24k-32k": lambda arm: loss(arm, 24576),
-        "at 96k-128k": lambda arm: loss(arm, 98304),
-        "short tasks": mean_of_tasks,
-        "worst panel row": worst_row,
-        "cache left at 32k": lambda arm: cache_left(arm, 32768),
-    }
-    rows = [[label, *(of(arm) for of in columns.values())] for label, arm in arms_on_file().items()]
-    return without_empty_columns(["arm", *columns], rows)
+def retrofit_lora() -> str:
+    return arms_table(LORA)
 
 
-def retrofit_needles() -> str:
-    """Needles found at each length, easy and standard."""
-    rows = []
-    for label, arm in arms_on_file().items():
-        modes = [" / ".join(found(arm, length, mode) for length in LENGTHS) for mode in ("easy", "standard")]
-        rows.append([label, prompts(arm), *modes])
-    return table(["arm", "prompts a length", "easy at 1k / 4k / 8k / 16k / 32k, %", "standard"], rows)
+def retrofit_no_rope() -> str:
+    return arms_table(NO_ROPE)
 
 
 def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for label, arm in arms_on_file().items():
+    for label, arm in on_file([*FAIR, "no-rope", "fox"]).items():
         if buckets := arm.get("loss_128k"):
             by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
             rows.append([label, *(by_start[start] for start in starts)])
@@ -154,25 +128,37 @@ def retrofit_loss() -> str:
 
 
 def retrofit_panel() -> str:
-    """Loss less the base's on each kind of unlike text, of the arms that the panel has read."""
-    read_by = {label: panel_rows(arm) for label, arm in arms_on_file().items()}
-    kinds = list(dict.fromkeys(kind for rows in read_by.values() for kind in rows))
-    rows = [
-        [label, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for kind in kinds)]
-        for label, rows in read_by.items()
-        if rows
-    ]
-    return table(["arm", *kinds], rows) if rows else table(["arm", "worst row"], [["none read yet", "-"]])
+    """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
+    arms = {label: panel_rows(arm) for label, arm in on_file([*FAIR, *RATES, *LORA, *NO_ROPE]).items()}
+    arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
+    kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
+    rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]
+    return table(["text", *arms], rows) if rows else table(["text"], [[NO_ARM]])
+
+
+def retrofit_instructions() -> str:
+    """The base's own answers, and instructions whose answers a program checks."""
+    rows = []
+    for label, arm in on_file([*FAIR, *RATES]).items():
+        if measured := (arm.get("panel") or {}).get("instructions"):
+            followed = measured["followed"]
+            base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
+            if not rows:
+                rows.append(["base", *base])
+            rows.append([label, f"{measured['loss']['mean']:.2f}", f"{100 * followed['model']:.0f}"])
+    header = ["arm", "loss on the base's answers", "instructions followed, %"]
+    return table(header, rows or [[NO_ARM, "-", "-"]])
 
 
 def retrofit_live() -> str:
-    """Share of attention operations and of the cache that the gates leave alive, of the arms where it is measured."""
-    rows = [
-        [label, f"{row['length']:,}", f"{row['ops']:.2f}", f"{row['cache']:.2f}"]
-        for label, arm in arms_on_file().items()
-        for row in (arm.get("live") or {}).get("lengths", ())
-    ]
-    return table(["arm", "tokens", "operations", "cache"], rows or [["none measured yet", "-", "-", "-"]])
+    """Share of attention operations and of the cache that the gates leave alive, per cent."""
+    rows = []
+    for label, arm in on_file([*GATES, *LORA, *NO_ROPE]).items():
+        lengths = (arm.get("live") or {}).get("lengths", ())
+        if lengths:
+            shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
+            rows.append([label, *shares])
+    return table(["arm", "operations at 8k / 32k / 128k, %", "cache, %"], rows or [[NO_ARM, "-", "-"]])
 
 
 def retrofit_untrained() -> str:
@@ -181,12 +167,25 @@ def retrofit_untrained() -> str:
     rows = []
     for name, label in UNTRAINED.items():
         if name in arms:
-            needles = " / ".join(found(arms[name], length) for length in LENGTHS)
+            needles = " / ".join(found(arms[name], length) for length in LENGTHS[:-1])
             rows.append([label, needles, loss(arms[name], 4096), loss(arms[name], 24576)])
     return table(["base with", "easy needles at 1k / 4k / 8k / 16k / 32k, %", "loss at 4k-8k", "at 24k-32k"], rows)
 
 
-LENGTHS = (1024, 4096, 8192, 16384, 32768)
+def cache_methods() -> str:
+    """What is left of a cache, by method: needles and loss at 32k, from benchmarks/cache-methods.json."""
+    rows = [
+        [
+            row["model"],
+            row["method"],
+            f"{100 * row['kept']:.0f}",
+            f"{100 * row['found']:.0f}",
+            f"{row['loss']:.3f}",
+        ]
+        for row in read("cache-methods.json")["rows"]
+        if row["length"] == 32768 and row["model"] != "base" and row["prompts"] > 1
+    ]
+    return table(["model", "method", "cache left, %", "easy needles found, %", "loss"], rows, left=2)
 
 
 def tokens(arm: Arm) -> str:
@@ -197,6 +196,16 @@ def found(arm: Arm, length: int, mode: str = "easy") -> str:
     """Needles found at a length, per cent, or a dash."""
     rows = arm["needles"].get(mode, ())
     return next((f"{100 * row['found']:.0f}" for row in rows if row["length"] == length), "-")
+
+
+def needles(arm: Arm, mode: str, lengths: Sequence[int]) -> str:
+    return " / ".join(found(arm, length, mode) for length in lengths)
+
+
+def mean_found(arms: Sequence[Arm], length: int, mode: str = "easy") -> float:
+    """Mean share of needles found at a length over the seeds of an arm."""
+    shares = [row["found"] for arm in arms for row in arm["needles"].get(mode, ()) if row["length"] == length]
+    return sum(shares) / len(shares)
 
 
 def prompts(arm: Arm) -> str:
@@ -215,12 +224,13 @@ def mean_of_tasks(arm: Arm) -> str:
     return f"{100 * sum(score['accuracy'] for score in scores.values()) / len(scores):.1f}" if scores else "-"
 
 
+PANEL = 12
+"""Kinds of a whole panel; arms that read fewer have no worst row."""
+
+
 def panel_rows(arm: Arm) -> dict[str, float]:
     """By kind of text the largest mean difference in loss to the base over the spans of positions, in nats."""
-    panel = arm.get("panel") or {}
-    if "rows" in panel:
-        return {row["name"]: row["difference"] for row in panel["rows"]}
-    kinds = panel.get("kinds", {})
+    kinds = (arm.get("panel") or {}).get("kinds", {})
     return {
         kind: max(span["difference"]["mean"] for span in summary["spans"] if span["difference"]["mean"] is not None)
         for kind, summary in kinds.items()
@@ -230,7 +240,7 @@ def panel_rows(arm: Arm) -> dict[str, float]:
 def worst_row(arm: Arm) -> str:
     rows = panel_rows(arm)
     worst = max(rows, key=rows.__getitem__, default=None)
-    return f"{rows[worst]:+.3f} ({worst})" if worst else "-"
+    return f"{rows[worst]:+.2f} ({worst})" if worst and len(rows) >= PANEL else "-"
 
 
 def cache_left(arm: Arm, length: int) -> str:
@@ -239,13 +249,24 @@ def cache_left(arm: Arm, length: int) -> str:
     return next((f"{100 * row['cache']:.0f}" for row in rows if row["length"] == length), "-")
 
 
-README_COLUMNS = {
+COLUMNS: dict[str, Callable[[Arm], str]] = {
+    "tokens": tokens,
+    "prompts": prompts,
+    "easy needles at 1k / 4k / 8k / 16k / 32k / 64k, %": lambda arm: needles(arm, "easy", LENGTHS),
+    "standard, 1k to 32k": lambda arm: needles(arm, "standard", LENGTHS[:-1]),
+    "loss at 4k-8k": lambda arm: loss(arm, 4096),
+    "at 24k-32k": lambda arm: loss(arm, 24576),
+    "at 96k-128k": lambda arm: loss(arm, 98304),
+    "cache left at 32k / 128k, %": lambda arm: f"{cache_left(arm, 32768)} / {cache_left(arm, 131072)}",
+    "short tasks": mean_of_tasks,
+}
+README_COLUMNS: dict[str, Callable[[Arm], str]] = {
     "training tokens": tokens,
     "needles at 8k, %": lambda arm: found(arm, 8192),
     "needles at 32k, %": lambda arm: found(arm, 32768),
     "loss at 24k-32k": lambda arm: loss(arm, 24576, 2),
     "loss at 96k-128k": lambda arm: loss(arm, 98304, 2),
+    "worst text": worst_row,
     "short tasks, %": mean_of_tasks,
-    "worst panel row": worst_row,
     "cache left at 32k, %": lambda arm: cache_left(arm, 32768),
 }
