@@ -155,23 +155,19 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
-    "control-asked": ("fine-tuned", "#888888", "--"),
-    "theta": ("theta 500,000", COLOURS[4], "--"),
-    "yarn": ("YaRN x 4", COLOURS[1], "--"),
-    "yarn8": ("YaRN x 8, skips", COLOURS[1], "--"),
-    "partial": ("default", COLOURS[0], "-"),
-    "fox": ("no RoPE (fox)", COLOURS[3], "-"),
+    "control": ("fine-tuned", "#888888", "--"),
+    "yarn8": ("YaRN x 8", COLOURS[1], "--"),
+    "yarn16": ("YaRN x 16", COLOURS[4], "--"),
+    "no-gates": ("default, no gates", COLOURS[3], "--"),
+    "horizon": ("default", COLOURS[0], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
-IN_PLACE_OF = {"yarn8": "yarn"}
-"""An arm that is drawn, where it is on file, and the one that is not drawn then."""
 
 
 def draw() -> None:
     """Two panels over a log axis: loss by position, easy needles found by length of the context."""
     arms = read(ARMS)["arms"]
     names = [name for name in DRAWN if name in arms]
-    names = [name for name in names if name not in {IN_PLACE_OF.get(other) for other in names}]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 4.4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -191,7 +187,7 @@ def draw() -> None:
         right.set(title="Easy needles found, %", xlabel="length of the context (tokens)", ylim=(-4, 104))
         longest = max(bucket["to"] for bucket in arms["base"]["loss_128k"])
         ticks = [length for length in (512, 2048, 8192, 32768, 131072) if length <= longest]
-        for axes, marks in ((left, ticks), (right, (1024, 4096, 8192, 16384, 32768))):
+        for axes, marks in ((left, ticks), (right, (1024, 4096, 8192, 16384, 32768, 65536))):
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(marks))
             axes.xaxis.set_minor_locator(NullLocator())
