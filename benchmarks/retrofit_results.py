@@ -105,9 +105,20 @@ def arm(folder: Path) -> dict[str, Any]:
         "memory_gb": round(max(row.get("memory_gb") or 0.0 for row in log), 1),
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
         "half_life": {key: log[-1].get(f"half_life_{key}") for key in ("p10", "p50", "p90")},
+        **live_at_the_end(log[-1]),
         **evaluations(folder),
         "environment": without_folders(result["environment"]),
     }
+
+
+def live_at_the_end(row: dict[str, Any]) -> dict[str, Any]:
+    """The live share as the last line of training has it, from the gates' mean decay; none without gates."""
+    lengths = [
+        {"length": length, "ops": row[f"live_operations_{name}"], "cache": row[f"live_cache_{name}"]}
+        for name, length in (("8k", 8192), ("32k", 32768), ("128k", 131072))
+        if row.get(f"live_cache_{name}") is not None
+    ]
+    return {"live": {"from": "the training log", "lengths": lengths}} if lengths else {}
 
 
 def without_folders(environment: dict[str, Any]) -> dict[str, Any]:

@@ -19,16 +19,19 @@ LABELS = {
     "yarn16-seed1": "YaRN x 16, seed 1",
     "theta5M": "theta 5M",
     "theta5M-seed1": "theta 5M, seed 1",
-    "no-gates": "default without gates",
-    "horizon": "**default**",
-    "horizon-seed1": "**default**, seed 1",
+    "no-gates": "stretch without gates",
+    "horizon": "**gates**",
+    "horizon-seed1": "**gates**, seed 1",
     "horizon-kv": "a gate for each kv head",
     "horizon-12": "12 heads open, others to 1024 tokens",
     "horizon-random": "10 random heads open",
     "pressed": "no head open, all pressed alike",
-    "horizon-3e-4": "default at half the rate",
-    "yarn8-3e-4": "YaRN x 8 at half the rate",
-    "horizon-lora": "**default, LoRA**",
+    "horizon-3e-4": "gates, 5M at 3e-4",
+    "yarn8-3e-4": "YaRN x 8, 5M at 3e-4",
+    "yarn8-8M": "YaRN x 8, 8M at 3e-4",
+    "stretch": "**default**: gates, 8M at 3e-4",
+    "stretch-seed1": "**default**, seed 1",
+    "horizon-lora": "**gates, LoRA**",
     "yarn8-lora": "YaRN x 8, LoRA",
     "no-rope": "**no RoPE**",
     "fox": "fox",
@@ -38,16 +41,17 @@ LABELS = {
 }
 FAIR = ("base", "control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed")
-RATES = ("yarn8", "yarn8-3e-4", "horizon", "horizon-3e-4")
+RATES = ("yarn8-3e-4", "yarn8-8M", "horizon-3e-4", "stretch")
 LORA = ("yarn8-lora", "horizon-lora")
 NO_ROPE = ("no-rope", "fox", "fox-pro")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
-    ("fine-tuned, nothing changed", "control"),
-    ("fine-tuned with YaRN x 8 and skips", "yarn8"),
-    ("**gates, horizon, stretched RoPE**, the default", "horizon"),
-    ("**gates instead of RoPE**, `smollm2-no-rope`", "no-rope"),
+    ("fine-tuned, 5M tokens at 6e-4", "control"),
+    ("YaRN x 8, 5M tokens at 6e-4", "yarn8"),
+    ("**gates**, 5M tokens at 6e-4", "horizon"),
+    ("YaRN x 8, 8M tokens at 3e-4", "yarn8-8M"),
+    ("**gates**, 8M tokens at 3e-4: the default", "stretch"),
 )
 """Rows of the README's table: a label and an arm, whose seeds share the row."""
 UNTRAINED = {
@@ -129,7 +133,7 @@ def retrofit_loss() -> str:
 
 def retrofit_panel() -> str:
     """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
-    arms = {label: panel_rows(arm) for label, arm in on_file([*FAIR, *RATES, *LORA, *NO_ROPE]).items()}
+    arms = {label: panel_rows(arm) for label, arm in on_file([*FAIR, *LORA, *NO_ROPE]).items()}
     arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
     kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
     rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]
@@ -139,7 +143,7 @@ def retrofit_panel() -> str:
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
-    for label, arm in on_file([*FAIR, *RATES]).items():
+    for label, arm in on_file(FAIR).items():
         if measured := (arm.get("panel") or {}).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
@@ -153,7 +157,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, *LORA, *NO_ROPE]).items():
+    for label, arm in on_file([*GATES, "stretch", *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
@@ -261,7 +265,6 @@ COLUMNS: dict[str, Callable[[Arm], str]] = {
     "short tasks": mean_of_tasks,
 }
 README_COLUMNS: dict[str, Callable[[Arm], str]] = {
-    "training tokens": tokens,
     "needles at 8k, %": lambda arm: found(arm, 8192),
     "needles at 32k, %": lambda arm: found(arm, 32768),
     "loss at 24k-32k": lambda arm: loss(arm, 24576, 2),

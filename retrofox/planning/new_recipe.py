@@ -18,7 +18,7 @@ from retrofox.support.counts import size
 STEP_TOKENS = 1 << 16
 """Tokens of an optimizer step, or a row on each GPU where that is more."""
 STEPS = 306
-"""As in smollm2-stretch: 20M tokens in steps of 64Ki."""
+"""20M tokens in steps of 64Ki."""
 ROWS = 1 << 15
 """Tokens of a micro-batch: shorter rows go together."""
 FULL_RATES = ((0.3e9, 6e-4), (2e9, 5e-5), (float("inf"), 2e-5))
@@ -27,6 +27,9 @@ LORA_RATES = ((0.3e9, 1e-3), (float("inf"), 2e-4))
 MARGIN = 0.92
 """Of a device's memory that a new recipe may take: the plan is within a few percent of what is measured."""
 SMALLEST: dict[str, Any] = {"gradient_checkpointing": "full", "tiled_mlp": "auto", "offload_activations": True}
+GATES: dict[str, Any] = {"init": "measured", "half_life": [16, 512], "gate_heads": "kv", "horizon": 8}
+OPEN_SHARE = 0.1
+"""Of the kv heads, those that start open. Both as in smollm2-stretch."""
 DATA = ("hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]")
 
 
@@ -61,7 +64,9 @@ def new_recipe(
     config = config_of(model)
     trained = trained_length(config)
     name = output or f"runs/{model.rstrip('/').rsplit('/', 1)[-1].lower()}"
-    values = _values(model, length, trained, gpus, name, data)
+    plain = shape_of(config, None)
+    open_heads = max(1, round(OPEN_SHARE * plain.layers * plain.kv_heads))
+    values = _values(model, length, trained, open_heads, gpus, name, data)
     shape = shape_of(config, validate(values).fox)
     room = on._replace(memory=MARGIN * on.memory)
     choice = next(_choices(values, shape, room, gpus, adapters), None)
@@ -78,14 +83,16 @@ def new_recipe(
     return _text(choice, shape, on, trained)
 
 
-def _values(model: str, length: int, trained: int, gpus: int, output: str, data: str | None) -> dict[str, Any]:
+def _values(
+    model: str, length: int, trained: int, open_heads: int, gpus: int, output: str, data: str | None
+) -> dict[str, Any]:
     batch = max(STEP_TOKENS, length * gpus) // (length * gpus) * length * gpus
     reach = max(8 * trained, length)
     train, held_out = (data, None) if data else DATA
     return {
         "model": model,
         "output": output,
-        "fox": {"rope": "interpolate", "rope_factor": -(-reach // trained)},
+        "fox": {"rope": "interpolate", "rope_factor": -(-reach // trained), **GATES, "open_heads": open_heads},
         "data": {"train": [train], "eval": [held_out] if held_out else []},
         "stages": [
             {
@@ -115,7 +122,7 @@ def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adap
     for lora, sharding, why in ways:
         rates = FULL_RATES if lora is None else LORA_RATES
         rate = next(rate for most, rate in rates if shape.parameters <= most)
-        stage = {**values["stages"][0], "learning_rate": rate, "rates": {"gate_bias": 3e-4, "gate_weight": 3e-4}}
+        stage = {**values["stages"][0], "learning_rate": rate, "rates": {"gate_bias": 1e-3, "gate_weight": 1e-3}}
         recipe = validate({**values, "lora": lora, "stages": [stage]})
         setting = Setting(gpus, sharding, on.gpu)
         changes = changes_that_fit(shape, recipe, recipe.stages[0], on, setting)
@@ -151,9 +158,9 @@ def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
     skips = f"    max_position: {stage.max_position} # positions skip ahead, so that RoPE learns them\n"
     return "".join(
         (
-            f"# {recipe.model} with stretched rotary pairs and forget gates, rows of {stage.sequence_length:,} tokens, "
-            f"{kind}. Not run here.\n#\n",
-            f"# short:    stretched RoPE and gates to {stage.sequence_length // 1024}k, "
+            f"# {recipe.model} with stretched rotary pairs, forget gates and a horizon, rows of "
+            f"{stage.sequence_length:,} tokens, {kind}. Not run here.\n#\n",
+            f"# short:    gates, horizon, stretched RoPE to {stage.sequence_length // 1024}k, "
             f"{'whole weights' if recipe.lora is None else 'by LoRA'} | {setting.gpus} x {on.memory / 1e9:.0f} GB | "
             f"{hours.partition(' hours')[0]} hours (computed)\n",
             f"# hardware: {setting.gpus} x {on.name}{several}\n",
@@ -162,7 +169,8 @@ def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
             f"# result:   not run here. {choice.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by "
             "`retrofox plan`\n",
             f"model: {recipe.model}\noutput: {recipe.output}\n",
-            f"fox: {{rope: interpolate, rope_factor: {recipe.fox.rope_factor:g}}} # times {trained:,} tokens\n",
+            f"fox: {{rope: interpolate, rope_factor: {recipe.fox.rope_factor:g}, init: measured, half_life: [16, 512], "
+            f"gate_heads: kv,\n  open_heads: {recipe.fox.open_heads}, horizon: 8}} # RoPE: times {trained:,} tokens\n",
             lora,
             "data:\n  fact_share: 0.7\n  questions: 0.5\n",
             f'  train: ["{recipe.data.train[0].path}"] # your own: [books/]\n  eval: [{held_out}]\n',
@@ -170,7 +178,7 @@ def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
             f"    tokens: {stage.tokens}\n    sequence_length: {stage.sequence_length}\n",
             skips if stage.max_position else "",
             f"    batch_tokens: {stage.batch_tokens}\n    micro_batch: {stage.micro_batch}\n",
-            f"    learning_rate: {stage.learning_rate:g}\n    rates: {{gate_bias: 3e-4, gate_weight: 3e-4}}\n",
+            f"    learning_rate: {stage.learning_rate:g}\n    rates: {{gate_bias: 1e-3, gate_weight: 1e-3}}\n",
             f"    schedule: linear\n    warmup_tokens: {stage.warmup_tokens}\n",
             "\n".join([*switches, ""]),
             "precision: bf16\ndataloader_workers: 4\n",

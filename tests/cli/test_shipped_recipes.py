@@ -27,7 +27,7 @@ def test_ls_says_what_each_is_for_and_takes(run):
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == [recipe.name for recipe in shipped()]
     stretch = next(line for line in lines if line.startswith("smollm2-stretch"))
-    assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "4 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "3 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     code, out, _ = run("recipes", "ls", "--json")
     rows = json.loads(out)
     for row in rows:
@@ -83,6 +83,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
         assert code == 2
         assert "did you mean 'smollm2-stretch'?" in " ".join(err.split())
     with pytest.raises(
-        ValueError, match=r"there are .*smollm2-control, smollm2-fox-paper, smollm2-fox-pro, smollm2-fox, smollm2-keep"
+        ValueError, match=r"there are .*smollm2-control, smollm2-fox-paper, smollm2-fox-pro, smollm2-fox, smollm2-lora"
     ):
         named("nothing of the kind at all")

@@ -193,7 +193,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
 
     arms = figures.read("retrofit/arms.json")["arms"]
     retrofit = hooks.generated.figures_of_retrofit
-    far = {name: retrofit.loss(arms[name], 98304) for name in ("partial", "partial-near", "partial-open")}
+    easy = {name: retrofit.found(arms[name], 32768) for name in ("horizon", "horizon-seed1", "yarn8", "yarn8-seed1")}
 
     sentences = {
         "docs/using.md": [
@@ -218,7 +218,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{shared['dense']} of twice the speed of one, packed documents at {shared['packed']}",
             f"{served[2048]} of the base's speed after prompts of 2048 tokens ({span(by_turn())} in three turns), "
             f"{served[32768]} after 32768",
-            f"{float(far['partial-open']) - float(far['partial']):.3f} nats at 96k-128k",
+            f"{retrofit.found(arms['theta5M'], 16384)} % there (gates {retrofit.found(arms['horizon'], 16384)})",
         ],
         "docs/kernels.md": [
             f"{short} with short gates, {opened} with open gates",
@@ -227,9 +227,11 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"takes {between('plain Triton', 'official')} of the official kernel's time",
         ],
         "docs/results.md": [
-            f"at 96k-128k {far['partial-open']} nats, with gates {far['partial']}",
-            f"at 32k {retrofit.found(arms['partial-open'], 32768)} % of easy needles, with gates "
-            f"{retrofit.found(arms['partial'], 32768)} and {retrofit.found(arms['partial-seed1'], 32768)}",
+            f"At 32k {easy['horizon']} and {easy['horizon-seed1']} % of easy ones, YaRN x 8 {easy['yarn8']} and "
+            f"{easy['yarn8-seed1']}",
+            f"needles are back: {retrofit.found(arms['stretch'], 32768)} and "
+            f"{retrofit.found(arms['stretch-seed1'], 32768)} % at 32k, where YaRN x 8 on the same tokens at the same "
+            f"rate finds {retrofit.found(arms['yarn8-8M'], 32768)}",
         ],
     }
     for page, wanted in sentences.items():
@@ -241,13 +243,13 @@ def test_figures_in_the_text_are_those_on_file(hooks):
 def test_an_arm_that_is_not_on_file_has_no_row_and_a_measure_that_no_arm_has_no_column(hooks, monkeypatch):
     retrofit = hooks.generated.figures_of_retrofit
     base = retrofit.read("retrofit/arms.json")["arms"]["base"]
-    span = {"difference": {"mean": 0.25}}
-    harmed = base | {"panel": {"kinds": {"verse": {"spans": [span]}}}, "tokens": 20_000_000}
+    kinds = {f"kind {n}": {"spans": [{"difference": {"mean": n / 100}}]} for n in range(retrofit.PANEL)}
+    harmed = base | {"panel": {"kinds": kinds}}
     monkeypatch.setattr(retrofit, "read", lambda name: {"arms": {"base": base, "yarn8": harmed}})
     table = retrofit.readme_table()
     assert "| original |" in table
-    assert "| fine-tuned with YaRN x 8 and skips | 20M |" in table
-    assert "+0.250 (verse)" in table
+    assert "| YaRN x 8, 5M tokens at 6e-4 |" in table
+    assert "+0.11 (kind 11)" in table
     assert "default" not in table
     assert "cache left" not in table
 
