@@ -338,10 +338,13 @@ def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox
         validate({**read_yaml(MINIMAL, "x"), "fox": fox})
 
 
-def test_the_default_is_what_the_default_recipe_says():
+def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
     recipe = load_recipe(next(path for path in RECIPES if path.stem == "smollm2-stretch")).fox
     assert recipe is not None
-    assert FoxSpec().resolved(8192) == recipe.resolved(8192)
+    default, said = FoxSpec().resolved(8192), recipe.resolved(8192)
+    assert [(s.rope, s.rope_factor, s.rope_length, s.gate, s.sink_tokens) for s in (default, said)] == [
+        ("interpolate", 8, 8192, "data", 1)
+    ] * 2
     assert FoxSpec.from_preset("fox-stretch").resolved(8192).half_life == (4096, 1 << 20)
 
 

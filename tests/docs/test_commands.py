@@ -37,7 +37,10 @@ LINES = [(page.name, arguments) for page in PAGES for arguments in shown(page)]
 
 
 @pytest.mark.parametrize(("page", "arguments"), LINES, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_a_command_on_a_page_parses(page: str, arguments: list[str]):
+def test_a_command_on_a_page_parses(page: str, arguments: list[str], tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "push":  # its directory has to be there
+        (tmp_path / arguments[1]).mkdir(parents=True)
     command, rest = COMMANDS[arguments[0]], spread(arguments)[1:]
     if hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
