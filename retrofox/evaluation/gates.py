@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from retrofox.anatomy import attentions, exempt_tokens, sliding_window
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_files
+from retrofox.evaluation.gates_report import print_gates, print_live_share, write_files
 from retrofox.evaluation.live_share import LENGTHS, LiveShares, hear_gates
 from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
 from retrofox.half_lives import DEAD_DECAY
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 SATURATED_LOGIT = math.log(1e6)
 """Beyond it f (1 - f) < 1e-6, so training hardly moves the gate: a half-life over 690k tokens, or f = 0."""
-KEPT_TOKENS = 65536
-"""Tokens per head that percentiles are taken over; beyond, every n-th token (means use all)."""
 
 
 def inspect(
@@ -48,7 +45,7 @@ def inspect(
     """Half-life of every head, ln 2 / mean(-log f) in tokens, from the parameters alone or measured over a text.
 
     From the parameters: log f = logsigmoid(bias), what the gate does on average if its weight adds nothing. Measured:
-    the mean over all tokens of the text, and percentiles over tokens of ln 2 / (-log f_t).
+    the mean over all tokens of the text.
 
     A head is global if its half-life is at least the length the model was trained to, local if under 1/16 of it. Dead:
     it decays by less than 1e-4 nats over `length` tokens, so it never forgets. Saturated: at 99 % of the tokens the
@@ -101,7 +98,7 @@ def inspect(
         live = LiveShares(opened, longest, horizon, [*(n for n in LENGTHS if n < longest), longest])
         for log_f in hear_gates(opened, windows, progress):
             for layer, own in log_f.items():
-                measured.setdefault(layer, _Measured(tokens)).add(own)
+                measured.setdefault(layer, _Measured()).add(own)
             live.add(log_f)
     heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]
     _require_finite(heads, opened.source)
@@ -139,23 +136,18 @@ def _no_gates(source: str) -> ValueError:
 
 
 class _Measured:
-    """Running means and kept samples of one gate's -log f."""
+    """Sums over tokens of one layer's gates, (H,) float64: -log f, and how often the slope is as good as 0."""
 
-    def __init__(self, total: int):
-        self.every = max(1, total // KEPT_TOKENS)
-        self.sum: torch.Tensor | float = 0.0
-        self.tokens = 0
-        self.samples: list[np.ndarray] = []
+    def __init__(self) -> None:
+        self.tokens, self.decay, self.flat = 0, torch.zeros(()).double(), torch.zeros(()).double()
 
     def add(self, log_f: torch.Tensor) -> None:
         """Counts a text, (T, H)."""
-        self.sum = self.sum - log_f.double().sum(0).cpu()
-        self.samples.append(-log_f[(-self.tokens) % self.every :: self.every].float().cpu().numpy())
-        self.tokens += len(log_f)
-
-    @property
-    def mean_decay(self) -> list[float]:
-        return (self.sum / self.tokens).tolist()  # type: ignore[union-attr]
+        decay = -log_f.double()
+        open_below, shut_beyond = (math.log1p(math.exp(sign * SATURATED_LOGIT)) for sign in (-1, 1))
+        self.tokens += len(decay)
+        self.decay = self.decay + decay.sum(0)
+        self.flat = self.flat + ((decay < open_below) | (decay > shut_beyond)).sum(0)
 
 
 def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
@@ -185,44 +177,34 @@ def _heads(layer: dict[str, Any], measured: _Measured | None, length: int, train
     gate = layer["gate"]
     if gate is None:
         return []
-    biases = gate.bias.detach().tolist()
-    decay_of_bias = (-torch.nn.functional.logsigmoid(gate.bias.detach().double())).tolist()
-    weight_norm = [0.0] * len(decay_of_bias) if gate.weight is None else gate.weight.detach().norm(dim=1).tolist()
-    heads = []
-    for head, decay in enumerate(decay_of_bias):
-        values: dict[str, Any] = {
+    bias = gate.bias.detach().double().cpu()
+    of_bias = -torch.nn.functional.logsigmoid(bias)
+    decay, flat = of_bias, (bias.abs() > SATURATED_LOGIT).double()
+    if measured is not None:
+        decay, flat = measured.decay / measured.tokens, measured.flat / measured.tokens
+    norm = torch.zeros_like(bias) if gate.weight is None else gate.weight.detach().norm(dim=1)
+    columns = (values.tolist() for values in (bias, norm, of_bias, decay, flat))
+    return [
+        {
             "layer": layer["layer"],
             "head": head,
-            "bias": biases[head],
-            "weight_norm": weight_norm[head],
-            "half_life_of_bias": _half_life(decay),
-        }
-        saturated = float(abs(values["bias"]) > SATURATED_LOGIT)
-        if measured is not None:
-            decay = measured.mean_decay[head]
-            tokens = np.concatenate([s[:, head] for s in measured.samples])
-            values["half_life_percentiles"] = {
-                str(p): _half_life(float(np.percentile(tokens, 100 - p))) for p in PERCENTILES
-            }
-            logit = _logit(tokens)
-            values["logit_std"] = float(logit.std())
-            saturated = float((np.abs(logit) > SATURATED_LOGIT).mean())
-        half_life = _half_life(decay)
-        values |= {
-            "half_life": half_life,
-            "kind": _kind(half_life, trained),
+            "bias": bias,
+            "weight_norm": norm,
+            "half_life_of_bias": _half_life(of_bias),
+            "half_life": _half_life(decay),
+            "kind": _kind(_half_life(decay), trained),
             "dead": decay * length < DEAD_DECAY,
-            "saturated_share": saturated,
-            "saturated": saturated >= 0.99,
+            "saturated_share": flat,
+            "saturated": flat >= 0.99,
         }
-        heads.append(values)
-    return heads
+        for head, (bias, norm, of_bias, decay, flat) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
     """Raises ValueError where a gate's parameters, or what it does on the text, are no numbers."""
-    values = ("bias", "weight_norm", "logit_std")
-    broken = [h for h in heads if not all(math.isfinite(h.get(name, 0.0)) for name in values)]
+    values = ("bias", "weight_norm", "half_life")
+    broken = [h for h in heads if any(h[name] is not None and not math.isfinite(h[name]) for name in values)]
     if broken:
         named = ", ".join(f"layer {h['layer']} head {h['head']}" for h in broken[:5])
         raise ValueError(f"{len(broken)} gates of {source} are not finite, such as {named}: its weights are damaged")
@@ -230,13 +212,7 @@ def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
 
 def _half_life(decay: float) -> float | None:
     """ln 2 / decay tokens; None if the gate is exactly open."""
-    return math.log(2) / decay if decay > 0 else None
-
-
-def _logit(decay: np.ndarray) -> np.ndarray:
-    """The gate's logit z = log f - log(1 - f) from decay = -log f > 0; an exactly open gate counts as z = 104."""
-    decay = np.maximum(decay.astype(np.float64), 1e-45)
-    return -decay - np.log(-np.expm1(-decay))
+    return None if decay == 0 else math.log(2) / decay
 
 
 def _kind(half_life: float | None, trained: int) -> str:

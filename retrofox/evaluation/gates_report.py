@@ -12,8 +12,6 @@ from rich.table import Table
 
 from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
 
-PERCENTILES = (5, 25, 50, 75, 95)
-
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
     """A row for each layer, and a sentence on all heads."""
@@ -55,12 +53,8 @@ def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
     """Writes gates.csv and the figure; returns their paths."""
     header = ["layer", "head", "bias", "weight_norm", "half_life", "half_life_of_bias", "kind", "dead"]
     header += ["saturated_share", *(["needle_attention"] if "live_share" in result else [])]
-    percentiles = [f"half_life_p{p}" for p in PERCENTILES] if result["tokens"] else []
-    rows = [
-        [h[name] for name in header] + [h["half_life_percentiles"][str(p)] for p in PERCENTILES if percentiles]
-        for h in result["heads"]
-    ]
-    files = {"csv": save_csv(out / "gates.csv", header + percentiles, rows)}
+    rows = [[head[name] for name in header] for head in result["heads"]]
+    files = {"csv": save_csv(out / "gates.csv", header, rows)}
     if result["heads"]:
         files["png"], files["svg"] = save_figure(figure(result), out / "half_lives")
     return files
