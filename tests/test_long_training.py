@@ -55,14 +55,14 @@ def test_a_tiny_row(tmp_path, capsys):
 
 
 def test_a_later_row_warms_up_with_a_short_step(monkeypatch):
-    lengths, batches = [], measure.random_batches
+    lengths, plain = [], measure.RandomData.batches
 
-    def noted(stage, vocabulary, documents):
-        for batch in batches(stage, vocabulary, documents):
+    def batches(self, first_row):
+        for batch in plain(self, first_row):
             lengths.append(batch["input_ids"].shape[1])
             yield batch
 
-    monkeypatch.setattr(measure, "random_batches", noted)
+    monkeypatch.setattr(measure.RandomData, "batches", batches)
     monkeypatch.setattr(long_training, "WARM", 8)
     result = long_training.main(["--shapes", "pico", "--lengths", "16", "32", "--layers", "1"])
     assert [(row["steps"], row["warm"]) for row in result["rows"]] == [(2, True), (2, True)]
