@@ -4,9 +4,7 @@ With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with
 text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. From then on each row's kv
 heads are rows of their own, in as few GrowingLayers as their lengths allow. In front of a shorter head's keys lies
 padding whose c is so large that it has decayed to nothing. So the attention of such a group is that of a batch: every
-backend serves it as it is.
-
-    [sinks | padding | the newest keys of one kv head, without gaps]     c = NEVER in front of the newest keys
+backend serves it as it is (`head_groups`).
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrofox.acceleration import cuda_graph_decoding
 from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer
+from retrofox.acceleration.head_groups import packed, partition
 
 PAGE = 256
 """Tokens between two looks for what is lost; the newest PAGE tokens may be cropped."""
-SPLIT = 2048  # keys of padding that another group must save: on a CPU its calls take as long as to read so many
 MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
-NEVER = 2.0**30
 KEEP_ALL = 'start with a cache that keeps all keys (`generate` with cache_implementation="dynamic")'
 Tensor = torch.Tensor
 
@@ -162,7 +159,9 @@ class ForgettingLayer(DynamicLayer):
         if sum(len(x) * (sink + lengths[x[0]]) for x in parts) > self.num_live * 15 // 16:
             return  # too little to move all the rest for
         parts = [sorted(x, key=lambda i: numbers[i]) for x in parts]
-        groups = [packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink) for x in parts]
+        groups = [
+            packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink, PAGE) for x in parts
+        ]
         self._take(groups, [[numbers[i] for i in x] for x in parts])
         self.horizon, self.begin = horizon, begin
 
@@ -242,39 +241,6 @@ class ForgettingLayer(DynamicLayer):
 
     def offload(self) -> None:
         raise ValueError("a cache that forgets has no offloading: leave out cache_implementation")
-
-
-def partition(lengths: list[int]) -> list[list[int]]:
-    """Indices of `lengths`, longest first, cut into groups where that saves SPLIT keys of padding or more."""
-
-    def cut(part: list[int]) -> list[list[int]]:
-        saved = [(lengths[part[0]] - lengths[part[at]]) * (len(part) - at) for at in range(len(part))]
-        at = max(range(len(part)), key=lambda x: saved[x])
-        return [part] if saved[at] < SPLIT else [*cut(part[:at]), *cut(part[at:])]
-
-    return cut(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
-
-
-def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink: int) -> GrowingLayer:
-    """A GrowingLayer of kv heads: the `sink` keys from each one's first on, and its newest `lengths` keys.
-
-    rows: [keys (S, width), values (S, width), c (2 G, S)] of each.
-    """
-    end = sink + max(lengths)
-    fits = end + PAGE
-    keys, values, sums = rows[0]
-    room = [x.new_empty(len(rows), 1, fits, x.shape[-1]) for x in (keys, values)]
-    room.append(sums.new_empty(len(rows), len(sums), fits, 1))
-    for i, ((keys, values, sums), length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
-        newest = end - length
-        for new, old in zip(room, (keys, values), strict=False):
-            new[i, 0, :sink] = old[first : first + sink]
-            new[i, 0, sink:newest] = 0
-            new[i, 0, newest:end] = old[-length:]
-        c = room[2][i, :, :, 0]
-        c[: len(c) // 2, :newest], c[len(c) // 2 :, :newest] = NEVER, 0
-        c[:, newest:end] = sums[:, -length:]
-    return GrowingLayer.holding(room, end)
 
 
 class ForgettingCache(DynamicCache):

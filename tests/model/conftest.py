@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from retrofox.model import modeling_fox as scores
+from retrofox.model.modeling_fox import CACHE
 
 
 @pytest.fixture(params=["bias", "operator"])
@@ -13,3 +17,29 @@ def path(request, monkeypatch) -> str:
     if request.param == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tokens() -> torch.Tensor:
+    """(2, 24) ids of a pico model."""
+    return torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def ids_of(rows: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    return model(input_ids, **inputs).logits
+
+
+def decode(model: Any, input_ids: torch.Tensor, cache: Any, mask: Any = None, positions: Any = None) -> torch.Tensor:
+    """Logits through a cache: a prefill of 12 tokens, a chunk of three, then token by token."""
+    parts, done = [], 0
+    for step in [12, 3] + [1] * (input_ids.shape[1] - 15):
+        seen = slice(done, done + step)
+        extra = {} if mask is None else {"attention_mask": mask[:, : done + step], "position_ids": positions[:, seen]}
+        parts.append(logits(model, input_ids[:, seen], **{CACHE: cache}, **extra))
+        done += step
+    return torch.cat(parts, 1)

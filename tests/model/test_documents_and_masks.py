@@ -9,18 +9,10 @@ from transformers import DynamicCache
 import retrofox
 from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import ids_of, logits
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 1]])
 BOUNDS = torch.tensor([0, 6, 9, 10, 12], dtype=torch.int32)
-
-
-def ids_of(rows: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model, ids, **inputs) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False, **inputs).logits
 
 
 def alone(model, ids, bounds=BOUNDS) -> torch.Tensor:

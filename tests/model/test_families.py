@@ -16,6 +16,7 @@ from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import FoxMixin
 from retrofox.surgery import unconverted
 from tests import conftest
+from tests.model.conftest import logits
 
 PICO = {**conftest.PICO, "vocab_size": 96, "initializer_range": 0.15}
 MIXED = ["sliding_attention", "full_attention"]
@@ -139,11 +140,6 @@ def fox(base, stir):
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
     return torch.randint(2, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model, input_ids, **kwargs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids, **kwargs).logits
 
 
 def close(actual, expected, tolerance=1e-5) -> None:

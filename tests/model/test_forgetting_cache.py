@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
-from retrofox.acceleration import cuda_graph_decoding, forgetting_cache
+from retrofox.acceleration import cuda_graph_decoding, forgetting_cache, head_groups
 from retrofox.acceleration.forgetting_cache import ForgettingCache, ForgettingLayer
 from retrofox.anatomy import attention_mode
 from retrofox.generation.caches import cache_bytes
@@ -17,6 +17,7 @@ from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import ids_of
 
 SPEC: dict[str, Any] = {"half_life": (1.0, 12.0), "horizon": 8.0}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -26,7 +27,7 @@ FULL = {"cache_implementation": "dynamic"}
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch):
     monkeypatch.setattr(forgetting_cache, "PAGE", 16)
-    monkeypatch.setattr(forgetting_cache, "SPLIT", 32)
+    monkeypatch.setattr(head_groups, "SPLIT", 32)
 
 
 @pytest.fixture
@@ -43,10 +44,6 @@ def kept(monkeypatch) -> list[float]:
 
     monkeypatch.setattr(ForgettingCache, "update", noted)
     return shares
-
-
-def ids_of(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def mask_of(rows: int, length: int) -> torch.Tensor:

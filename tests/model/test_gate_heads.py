@@ -37,58 +37,53 @@ def repeated(pico_fox, shared) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
-    return torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
 def test_there_are_as_many_gates_as_kv_heads(shared):
     shapes = {tuple(value.shape) for name, value in shared.named_parameters() if "forget_gate" in name}
     assert shapes == {(KV_HEADS, HIDDEN), (KV_HEADS,)}
 
 
 @pytest.mark.parametrize("mode", ["fox", "open", "original"])
-def test_a_text_is_read_alike(shared, repeated, ids, mode):
+def test_a_text_is_read_alike(shared, repeated, tokens, mode):
     with torch.no_grad(), attention_mode(shared, mode), attention_mode(repeated, mode):
-        torch.testing.assert_close(shared(ids).logits, repeated(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(shared(tokens).logits, repeated(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_cached_tokens_are_read_alike(shared, repeated, ids, kind):
+def test_cached_tokens_are_read_alike(shared, repeated, tokens, kind):
     def decode(model) -> torch.Tensor:
         cache = kind(config=model.config, **({"max_cache_len": 24} if kind is StaticCache else {}))
         with torch.no_grad():
-            return torch.cat([model(part, **{CACHE: cache}).logits for part in ids.split([12, 3, 1, 1, 7], 1)], 1)
+            return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split([12, 3, 1, 1, 7], 1)], 1)
 
     torch.testing.assert_close(decode(shared), decode(repeated))
-    torch.testing.assert_close(decode(shared), shared(ids).logits.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(decode(shared), shared(tokens).logits.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_masked_and_packed_rows_are_read_alike(shared, repeated, ids):
-    mask = torch.ones_like(ids)
+def test_masked_and_packed_rows_are_read_alike(shared, repeated, tokens):
+    mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     packed = torch.cat([torch.arange(10), torch.arange(14)])[None].expand(2, -1)
     for options in ({"attention_mask": mask}, {"position_ids": packed}):
         with torch.no_grad():
-            torch.testing.assert_close(shared(ids, **options).logits, repeated(ids, **options).logits)
+            torch.testing.assert_close(shared(tokens, **options).logits, repeated(tokens, **options).logits)
 
 
-def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, ids):
+def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, tokens):
     for model in (shared, repeated):
         model.zero_grad()
-        model(ids, use_cache=False).logits.square().mean().backward()
+        model(tokens, use_cache=False).logits.square().mean().backward()
     for (_, ours), (_, theirs) in zip(attentions(shared), attentions(repeated), strict=True):
         for name, value in ours.forget_gate.named_parameters():
             summed = getattr(theirs.forget_gate, name).grad.unflatten(0, (KV_HEADS, -1)).sum(1)
             torch.testing.assert_close(value.grad, summed, rtol=1e-4, atol=1e-7)
 
 
-def test_a_checkpoint_keeps_them(shared, ids, tmp_path):
+def test_a_checkpoint_keeps_them(shared, tokens, tmp_path):
     shared.save_pretrained(tmp_path)
     loaded = retrofox.load(tmp_path)
     assert loaded.config.fox["gate_heads"] == "kv"
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, shared(ids).logits)
+        assert torch.equal(loaded(tokens).logits, shared(tokens).logits)
 
 
 def test_a_conversion_writes_them_and_says_so(pico_checkpoint, tmp_path, capsys):
@@ -138,7 +133,7 @@ def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico
     assert torch.equal(ours.repeat_interleave(HEADS // KV_HEADS, -1), theirs)
 
 
-def test_a_budget_presses_each_gate_once(pico_fox, ids):
+def test_a_budget_presses_each_gate_once(pico_fox, tokens):
     model = pico_fox(stirred=False, gate="bias", gate_heads="kv", half_life=(100.0, 5000.0)).train()
     stage = ExtendStage(
         objective="extend", tokens=960, sequence_length=12, budget=Budget(share=0.6, weight=0.5, spare=[[0, 1]])
@@ -150,7 +145,7 @@ def test_a_budget_presses_each_gate_once(pico_fox, ids):
 
     def gradient() -> list[torch.Tensor]:
         model.zero_grad()
-        model(ids, use_cache=False).logits.square().mean().backward()
+        model(tokens, use_cache=False).logits.square().mean().backward()
         return [bias.grad.clone() for bias in biases if bias.grad is not None]
 
     plain = gradient()

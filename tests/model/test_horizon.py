@@ -14,18 +14,10 @@ from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.model import modeling_fox as scores
 from retrofox.model.attention_torch import masked_attention, visible_keys
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import ids_of, logits
 
 SPEC = {"half_life": (1.0, 40.0), "horizon": 3.0}
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-
-
-def ids_of(rows: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model, ids, **inputs) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False, **inputs).logits
 
 
 @pytest.mark.parametrize("sink", [0, 2])

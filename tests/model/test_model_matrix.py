@@ -8,15 +8,11 @@ from transformers import DynamicCache, StaticCache
 
 from retrofox.anatomy import attention_mode
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import decode, logits
 
 LENGTH = 24
 PARTS = ["none", "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift", "k-shift,v-shift", "all"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-
-
-@pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
-    return torch.randint(2, 288, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", params=[(part, sink) for part in PARTS for sink in (0, 1, 4)], ids=str)
@@ -25,24 +21,8 @@ def model(request, pico_fox):
     return pico_fox(pro=part, sink_tokens=sink, log_n=6 if part == "all" else None)
 
 
-def logits(model, input_ids, **kwargs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids, **kwargs).logits
-
-
 def close(actual, expected) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-def decode(model, input_ids, cache, mask: Any = None, positions: Any = None) -> torch.Tensor:
-    """A prefill of 12 tokens, a chunk of three, then token by token."""
-    parts, done = [], 0
-    for step in [12, 3] + [1] * (input_ids.shape[1] - 15):
-        seen = slice(done, done + step)
-        extra = {} if mask is None else {"attention_mask": mask[:, : done + step], "position_ids": positions[:, seen]}
-        parts.append(logits(model, input_ids[:, seen], **{CACHE: cache}, **extra))
-        done += step
-    return torch.cat(parts, 1)
 
 
 def caches(model) -> list[Any]:

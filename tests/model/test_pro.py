@@ -10,6 +10,7 @@ from retrofox.anatomy import attention_mode, is_new_tensor
 from retrofox.conversion.norm_gains import calibrate_norms
 from retrofox.fox_spec import PRO_PARTS
 from retrofox.model.modeling_fox import CACHE, HeadNorm, OutputGate, Shift
+from tests.model.conftest import decode, logits
 
 LENGTH = 24
 MODULES = {
@@ -23,20 +24,10 @@ IDENTITIES = ("output-gate", "k-shift", "v-shift")
 TRANSFORMER_PRO = {"gate": "none", "rope": "keep", "pro": "all"}
 
 
-@pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
-    return torch.randint(2, 288, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.fixture(scope="module", params=[*PRO_PARTS, "all", "transformer"])
 def fox(request, pico_fox):
     """A stirred model with one part, with all, and Transformer (Pro): all without gates."""
     return pico_fox(**(TRANSFORMER_PRO if request.param == "transformer" else {"pro": request.param}))
-
-
-def logits(model, input_ids, **kwargs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids, **kwargs).logits
 
 
 def close(actual, expected, tolerance=5e-5) -> None:
@@ -174,17 +165,6 @@ def test_a_layer_with_all_parts_is_the_formula(pico_fox, tokens):
 # caches, documents, padding
 
 
-def decode(model, input_ids, cache, **kwargs) -> torch.Tensor:
-    steps, parts, done = [9, 3] + [1] * (input_ids.shape[1] - 12), [], 0
-    for step in steps:
-        extra = {k: v[:, done : done + step] for k, v in kwargs.items()}
-        if "attention_mask" in kwargs:
-            extra["attention_mask"] = kwargs["attention_mask"][:, : done + step]
-        parts.append(logits(model, input_ids[:, done : done + step], **{CACHE: cache}, **extra))
-        done += step
-    return torch.cat(parts, 1)
-
-
 @pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3_text", "olmo2"])
 def test_all_parts_in_other_families(pico_base, pico_fox, tokens, path, family):
     config = {"sliding_window": 7} if family in ("mistral", "gemma3_text") else {}
@@ -224,7 +204,7 @@ def test_nothing_is_shifted_from_padding(fox, tokens, path):
     close(logits(fox, tokens, attention_mask=mask, position_ids=positions)[1, 5:], alone)
     whole = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril() & mask[:, None, None].bool()
     close(logits(fox, tokens, attention_mask=whole, position_ids=positions)[1, 5:], alone)
-    cached = decode(fox, tokens, DynamicCache(config=fox.config), attention_mask=mask, position_ids=positions)
+    cached = decode(fox, tokens, DynamicCache(config=fox.config), mask, positions)
     close(cached[1, 5:], alone)
 
 

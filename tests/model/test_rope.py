@@ -17,6 +17,7 @@ from retrofox.anatomy import attention_mode, attentions, set_annealed_tokens
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import CACHE, fades, interpolated
 from tests import conftest
+from tests.model.conftest import logits
 
 PICO = {
     **conftest.PICO, "vocab_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -65,11 +66,6 @@ def make_base(kind: str, family: str = "llama", **config):
 
 def convert(base, **spec):
     return retrofox.convert(base, fox=FoxSpec(**{"gate": "none", **spec})).eval()
-
-
-def logits(model, input_ids, **kwargs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids, **kwargs).logits
 
 
 def close(actual, expected, tolerance=1e-5) -> None:
