@@ -1,17 +1,16 @@
-"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files one at a time."""
+"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
@@ -20,18 +19,6 @@ from retrofox.loading.errors import NO_MODEL, UNREADABLE_BIN, first_line
 from retrofox.surgery import Plan
 
 logger = logging.getLogger(__name__)
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -84,7 +71,7 @@ def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: P
 
 
 def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
-    """Rewrites one .bin shard as safetensors: weights_only, memory-mapped, a tensor at a time.
+    """Rewrites one .bin shard as safetensors: weights_only, memory-mapped.
 
     Args:
         tied: names that the model ties to others: left out where they share their memory with another tensor.
@@ -92,50 +79,33 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
-    state, mapped = _unpickled(file)
+    state = _unpickled(file)
     state = state if isinstance(state, dict) else {"": state}
-    kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"{file} holds {name!r}, a {kind}: only dense tensors of plain dtypes can be converted")
-        shared = (other for key, other in state.items() if key != name and key not in tied)
-        if name not in tied or not any(_same_memory(tensor, other) for other in shared):
-            kept[name] = tensor
-    entries = {name: (DTYPES[t.dtype], list(t.shape), t.numel() * t.element_size()) for name, t in kept.items()}
-    shards.write_tensors(target, entries, _written(kept, mapped))
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{file} holds {name!r}, a {kind}: only dense tensors can be converted")
+    kept: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name in sorted(state, key=lambda name: name in tied):
+        memory = state[name].untyped_storage().data_ptr()
+        if memory not in seen:
+            kept[name] = state[name].contiguous()
+        elif name not in tied:
+            kept[name] = state[name].clone(memory_format=torch.contiguous_format)
+        seen.add(memory)
+    save_file(kept, target, metadata={"format": "pt"})
 
 
-def _written(tensors: Mapping[str, torch.Tensor], mapped: bool) -> Iterator[memoryview]:
-    for tensor in tensors.values():
-        yield _bytes(tensor)
-        if mapped:
-            _let_go(tensor.untyped_storage())
-
-
-def _let_go(storage: torch.UntypedStorage) -> None:
-    """Drops a mapped file's pages from memory, in which they would otherwise gather; they are read anew if needed."""
-    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = storage.data_ptr() + storage.nbytes() - start
-    if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-
-
-def _same_memory(one: torch.Tensor, other: Any) -> bool:
-    return isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-def _unpickled(file: Path) -> tuple[Any, bool]:
-    """What a .bin file holds, tensors by name if it is sound; whether they are mapped to it rather than in memory."""
-    mapped = True
+def _unpickled(file: Path) -> Any:
+    """What a .bin file holds, tensors by name if it is sound, mapped to it unless torch before 1.6 wrote it."""
     try:
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            mapped = False
-            state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         what = wanted[1] if wanted else "a damaged or foreign pickle"
@@ -145,8 +115,3 @@ def _unpickled(file: Path) -> tuple[Any, bool]:
         ) from error
     except (*UNREADABLE_BIN, *NO_MODEL, OSError) as error:
         raise ValueError(f"{file} can't be read ({first_line(error)}): download it again") from error
-    return state, mapped
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data

@@ -182,11 +182,24 @@ def test_pickles_old_and_new_keep_every_bit(pickled, tmp_path, zipped):
 def test_a_pickle_larger_than_a_tensor_does_not_fill_the_memory(tmp_path):
     state = {f"x{n}": torch.full((4 << 20,), float(n)) for n in range(12)}  # 16 MiB each
     torch.save(state, tmp_path / "model.bin")
-    script = (
-        "import resource, sys; from pathlib import Path; from retrofox.conversion.tensors import from_bin;"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10; before = peak();"
-        "from_bin(Path(sys.argv[1]), Path(sys.argv[2]), ()); print(peak() - before)"
-    )
+    script = """
+import re, sys, threading
+from pathlib import Path
+from retrofox.conversion.tensors import from_bin
+
+def own():
+    return int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+before, peak, done = own(), [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], own() - before)
+thread = threading.Thread(target=watch)
+thread.start()
+from_bin(Path(sys.argv[1]), Path(sys.argv[2]), ())
+done.set(), thread.join()
+print(peak[0])
+"""
     command = [sys.executable, "-c", script, str(tmp_path / "model.bin"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 64
