@@ -26,6 +26,7 @@ from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.parallel.launched import is_first
+from retrofox.support.counts import require_at_least
 from retrofox.support.memory import reset_peak
 from retrofox.support.report import environment, output_console, progress_bar, write_results
 
@@ -78,14 +79,11 @@ class EvalOptions:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        if not 2 <= self.length < 2**31:
-            raise ValueError(f"length must be at least 2 tokens and below 2^31, got {self.length}")
+        require_at_least(2, length=self.length)
         if not 2 <= self.min_tokens <= self.length:
             raise ValueError(f"min_tokens must lie between 2 and the length, {self.length}; got {self.min_tokens}")
-        for name in ("windows", "batch", "max_documents", "limit", "context"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        names = ("windows", "batch", "max_documents", "limit", "context")
+        require_at_least(1, **{name: getattr(self, name) for name in names})
         of_tasks = (self.include_path, self.limit, self.task_cache_folder)
         if not self.tasks and (any(value is not None for value in of_tasks) or self.task_batch != "auto"):
             raise ValueError(

@@ -19,6 +19,7 @@ from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_se
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
+from retrofox.support.counts import require_at_least
 from retrofox.support.report import check_folder, environment, output_console, write_results
 
 if TYPE_CHECKING:
@@ -72,10 +73,8 @@ def inspect(
         FileNotFoundError: a model or data file that is not there.
         ValueError: the model is not converted, or there is no text in the data.
     """
-    if not 2 <= length < 2**31:
-        raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
-    if max_documents is not None and max_documents < 1:
-        raise ValueError(f"max_documents must be at least 1, got {max_documents}")
+    require_at_least(2, length=length)
+    require_at_least(1, max_documents=max_documents)
     if horizon is not None and not data:
         raise ValueError("a horizon is measured on a text: give data (--data)")
     if horizon is not None and not 0 < horizon < math.inf:

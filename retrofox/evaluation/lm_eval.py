@@ -43,8 +43,11 @@ class Tasks:
 
     def digest(self, name: str) -> str:
         if name not in self.digests:
-            _build_requests(self.tasks[name], self.limit)
-            self.digests[name] = task_cache.prompts_digest(self.tasks[name])
+            task = self.tasks[name]
+            size = import_module("lm_eval.evaluator_utils").get_sample_size(task, self.limit)
+            with _templates_compiled_once():
+                task.build_all_requests(limit=size, rank=0, world_size=1)
+            self.digests[name] = task_cache.prompts_digest(task)
         return self.digests[name]
 
 
@@ -152,12 +155,6 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else None
-
-
-def _build_requests(task: Any, limit: int | None) -> None:
-    size = import_module("lm_eval.evaluator_utils").get_sample_size(task, limit)
-    with _templates_compiled_once():
-        task.build_all_requests(limit=size, rank=0, world_size=1)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from retrofox.evaluation.needles.report import by_length, grid, print_tables, wr
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.loaded_model import LoadedModel
+from retrofox.support.counts import require_at_least
 from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 if TYPE_CHECKING:
@@ -171,8 +172,7 @@ def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, batch: 
         raise ValueError(
             f"depths must be at least 1, or different numbers from 0 (start) to 1 (end); got {list(depths) or 'none'}"
         )
-    if trials < 1:
-        raise ValueError(f"trials must be at least 1, got {trials}")
+    require_at_least(1, trials=trials)
     if batch != "auto" and (isinstance(batch, str) or batch < 1):
         raise ValueError(f"batch must be auto, or a number of prompts of at least 1; got {batch!r}")
     if not data:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from retrofox.support.counts import require_at_least
+
 
 @dataclass(frozen=True)
 class Needles:
@@ -100,9 +102,8 @@ def choose_suite(
     """
     if name not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}; got {name!r}")
-    for what, value, least in (("length", length, 64), ("max_documents", max_documents, 1), ("trials", trials, 1)):
-        if value is not None and not least <= value < 2**31:
-            raise ValueError(f"{what} must be at least {least}, got {value}")
+    require_at_least(64, length=length)
+    require_at_least(1, max_documents=max_documents, trials=trials)
     suite = QUICK_ON_CPU if on_cpu and name == "quick" else SUITES[name]
     if length is not None:
         lengths = (*(n for n in suite.lengths if n < length), length)

@@ -35,3 +35,10 @@ def size(nbytes: float) -> str:
     if nbytes >= 1e5:
         return f"{nbytes / 1e6:.1f} MB"
     return f"{nbytes / 1e3:.0f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} bytes"
+
+
+def require_at_least(least: int, **values: int | None) -> None:
+    """Raises ValueError that names the first value below `least`, or of 2^31 and more; None stands for no limit."""
+    for name, value in values.items():
+        if value is not None and not least <= value < 2**31:
+            raise ValueError(f"{name} must be at least {least} and below 2^31, got {value}")
