@@ -183,13 +183,14 @@ def cache_methods() -> str:
             row["model"],
             row["method"],
             f"{100 * row['kept']:.0f}",
+            str(row["prompts"]),
             f"{100 * row['found']:.0f}",
             f"{row['loss']:.3f}",
         ]
         for row in read("cache-methods.json")["rows"]
         if row["length"] == 32768 and row["model"] != "base" and row["prompts"] > 1
     ]
-    return table(["model", "method", "cache left, %", "easy needles found, %", "loss"], rows, left=2)
+    return table(["model", "method", "cache left, %", "prompts", "easy needles found, %", "loss"], rows, left=2)
 
 
 def tokens(arm: Arm) -> str:
