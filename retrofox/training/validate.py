@@ -55,6 +55,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
         except (ValueError, OSError) as error:
             refusals.append(type(error)(f"{where}{error}") if where else error)
 
+    if recipe.precision == "fp16" and device.type != "cuda":
+        refusals.append(ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU"))
     collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe)
     collect(refuse_mingling, recipe)
