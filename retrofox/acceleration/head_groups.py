@@ -6,7 +6,7 @@ import torch
 
 from retrofox.acceleration.growing_cache import GrowingLayer
 
-SPLIT = 2048  # keys of padding that another group must save: on a CPU its calls take as long as to read so many
+SPLIT = 2048  # keys of padding that another group must save: its calls take a CPU as long as 4,000, but bytes count
 NEVER = 2.0**30  # c of a key that has decayed to nothing
 Tensor = torch.Tensor
 
