@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,15 @@ def ran(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(lm_eval, "_run", counted)
     return names
+
+
+def test_other_prompts_documents_and_configs_are_other_tasks():
+    def digest(kind="loglikelihood", args=("a prompt", " answer"), doc=None, config=None):
+        instance = SimpleNamespace(request_type=kind, args=args, doc=doc or {"n": 1})
+        return task_cache.prompts_digest(SimpleNamespace(dump_config=lambda: config or {}, instances=[instance]))
+
+    others = [{"args": ("a prompt", " other")}, {"doc": {"n": 2}}, {"kind": "generate_until"}, {"config": {"n": 1}}]
+    assert len({digest(), digest(), *(digest(**other) for other in others)}) == 5
 
 
 def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(

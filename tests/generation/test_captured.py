@@ -181,6 +181,9 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
             text = model.generate(text, attention_mask=torch.ones_like(text), **{CACHE: cache}, **OPTIONS)
             assert (model.decoded_by == STEP) == bool(devices)
             assert cache.get_seq_length() == text.shape[1] - 1
+            for layer in cache.layers:
+                window = getattr(layer, "sliding_window", None)
+                assert window is None or layer.keys.shape[2] == window - 1
             text = torch.cat([text, tokens(1, 5, seed=turn)], 1)
         with torch.no_grad():
             logits = model(text[:, cache.get_seq_length() :], **{CACHE: cache}).logits
@@ -211,6 +214,17 @@ def test_the_reason_is_stated_where_the_step_can_not_serve(pico_fox, fixed_on_cp
     model = pico_fox()
     model.generate(tokens(1, 20), **OPTIONS | options)
     assert why in model.decoded_by
+
+
+def test_a_model_that_trains_and_angles_that_depend_on_the_length_take_the_loop(pico_fox, fixed_on_cpu):
+    model = pico_fox().train()
+    model.generate(tokens(1, 20), **OPTIONS)
+    assert "training mode" in model.decoded_by
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 40}
+    for rope in ({"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", "factor": 4.0, **factors}):
+        model = pico_fox(rope="keep", config={"rope_parameters": {**rope, "rope_theta": 1e4}})
+        model.generate(tokens(1, 20), **OPTIONS)
+        assert f"depend on the length of the text ({rope['rope_type']})" in model.decoded_by
 
 
 def test_beams_and_assisted_decoding_go_their_own_way(pico_fox, fixed_on_cpu):
