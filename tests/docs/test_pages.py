@@ -193,6 +193,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
 
     arms = figures.read("retrofit/arms.json")["arms"]
     retrofit = hooks.generated.figures_of_retrofit
+    rates = {name: round(arms[name]["tokens_per_second"][0], -3) for name in ("stretch", "yarn8-8M")}
     easy = {name: retrofit.found(arms[name], 32768) for name in ("horizon", "horizon-seed1", "yarn8", "yarn8-seed1")}
 
     sentences = {
@@ -218,6 +219,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{shared['dense']} of twice the speed of one, packed documents at {shared['packed']}",
             f"{served[2048]} of the base's speed after prompts of 2048 tokens ({span(by_turn())} in three turns), "
             f"{served[32768]} after 32768",
+            f"{rates['stretch']:,} tokens/s on one H200, the same model with YaRN and PyTorch's attention "
+            f"{rates['yarn8-8M']:,}",
             f"{retrofit.found(arms['theta5M'], 16384)} % there (gates {retrofit.found(arms['horizon'], 16384)})",
         ],
         "docs/kernels.md": [
