@@ -15,6 +15,7 @@ import torch
 
 Operator = TypeVar("Operator", bound=Callable)
 
+NOTE = ["fox_kernels: prune is gone: all keys are computed; a horizon leaves keys out"]  # printed once
 MODULES = {
     "fused_append": "decoding.append",
     "fused_entry": "layer.entry",
@@ -51,13 +52,8 @@ def without_pruning(operator: Operator) -> Operator:
 
     @functools.wraps(operator)
     def call(*arguments, prune=None, k_bound=None, **options):
-        if prune is not None and not torch.compiler.is_compiling():
-            _note_once()
+        if prune is not None and NOTE and not torch.compiler.is_compiling():
+            print(NOTE.pop(), file=sys.stderr)
         return operator(*arguments, **options)
 
     return call  # pyright: ignore[reportReturnType]
-
-
-@functools.cache
-def _note_once() -> None:
-    print("fox_kernels: prune is gone: all keys are computed; a horizon leaves keys out", file=sys.stderr)

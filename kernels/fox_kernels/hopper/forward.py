@@ -13,6 +13,7 @@ from ..common.blocks import LOG2_E
 from ..common.horizon import found_edges
 from ..host.device import capability, processors
 from ..host.launch import Runner, names_of
+from ..host.strides import fits_tma, tma_strides
 from ..options import ONE_DOCUMENT, Documents, Options
 
 L2_BYTES = 24 << 20  # of the 50 MB, for one group of heads while its tiles are walked
@@ -100,10 +101,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None
 
 
 def copyable(x: Tensor) -> Tensor:
-    """Return x if TMA can read it (unit last stride, other strides and address multiples of 16 bytes), else a copy."""
-    unit = 16 // x.element_size()
-    strides_fit = all(n == 1 or (s % unit == 0 and s > 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit else copied(x)
+    """Return x if TMA can read it, else a copy."""
+    return x if fits_tma(x) else copied(x)
 
 
 def copied(x: Tensor) -> Tensor:
@@ -138,9 +137,7 @@ def blocks_of(x: Tensor, rows: int, columns: int, contiguous: bool = False) -> B
     if contiguous:
         _, T, H, D = x.shape
         return Blocks(x, list(x.shape), [T * H * D, H * D, D, 1], [1, rows, 1, columns])
-    # a dimension of size 1 may carry any stride; TMA wants a valid one
-    strides = [s if n > 1 else x.shape[-1] * x.shape[-2] for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return Blocks(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
+    return Blocks(x, list(x.shape), tma_strides(x), [1, rows, 1, columns])
 
 
 class Launch:

@@ -37,23 +37,25 @@ def row_source(x: torch.Tensor, length: int, tma: int):
     return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x
 
 
+def fits_tma(x: torch.Tensor) -> bool:
+    """Return whether TMA can read x: a unit last stride, other strides and the address multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    strides_fit = all(n == 1 or (s > 0 and s % unit == 0) for n, s in zip(x.shape[:-1], x.stride(), strict=False))
+    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and strides_fit
+
+
 def describable(*tensors: torch.Tensor) -> bool:
-    """Return whether TMA can copy from these: the GPU has it, strides and addresses are multiples of 16 bytes."""
-    if tensors[0].device.type != "cuda" or capability(tensors[0].device)[0] < 9:
-        return False
-    unit = 16 // tensors[0].element_size()
-    return all(
-        x.data_ptr() % 16 == 0
-        and x.stride(-1) == 1
-        and all(n == 1 or (s > 0 and s % unit == 0) for n, s in zip(x.shape[:-1], x.stride(), strict=False))
-        for x in tensors
-    )
+    """Return whether the tensors' GPU has TMA, and it can read them."""
+    device = tensors[0].device
+    return device.type == "cuda" and capability(device)[0] >= 9 and all(map(fits_tma, tensors))
+
+
+def tma_strides(x: torch.Tensor) -> list[int]:
+    """Return the strides of x (B, T, H, D); a dimension of size 1, which may carry any stride, gets a valid one."""
+    whole = x.shape[-1] * x.shape[-2]
+    return [*(s if n > 1 else whole for n, s in zip(x.shape[:-1], x.stride(), strict=False)), 1]
 
 
 def source(x: torch.Tensor, rows: int, tma: int | bool):
     """Return x (B, T, H, D) itself or, with tma, described for copies of blocks (1, rows, 1, D)."""
-    if not tma:
-        return x
-    whole = x.shape[-1] * x.shape[-2]  # a dimension of size 1 may carry any stride; TMA wants a valid one
-    strides = [s if n > 1 else whole for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, x.shape[-1]])
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, rows, 1, x.shape[-1]]) if tma else x
