@@ -165,6 +165,14 @@ def test_generate_forgets_unasked_and_gives_the_full_caches_tokens(pico_fox, kep
     assert not kept
 
 
+def test_a_row_that_begins_after_the_first_part_is_forgotten_too(pico_fox, kept):
+    model, ids, mask = pico_fox(**SPEC), ids_of(2, 120), torch.ones(2, 120, dtype=torch.long)
+    mask[1, :40] = 0
+    found = model.generate(ids, attention_mask=mask, prefill_chunk_size=25, **OPTIONS)
+    assert kept[-1] < 0.5
+    assert torch.equal(found[1:, 120:], model.generate(ids[1:, 40:], **FULL, **OPTIONS)[:, 80:])
+
+
 def test_a_forgetting_assistant_helps_a_forgetting_model(pico_fox, kept):
     model, assistant, ids = pico_fox(**SPEC), pico_fox(**SPEC, sink_tokens=4), ids_of(1, 60)
     assistant.generation_config.num_assistant_tokens = 5
