@@ -40,7 +40,8 @@ def there(model: str) -> str:
     """
     from retrofox.loading.source import read_config
 
-    if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+    local = not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1)
+    if local or not model.strip():
         read_config(model)
     return model
 
