@@ -75,6 +75,7 @@ def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
     if bounds is not None:
         start, end = (x.flatten().tolist() for x in bounds)
     if kind == 2:
+        assert start is not None
         low, high = map(Pointer, walks(start, T, S, queries))
     START, END = (None if x is None else Pointer(x) for x in (start, end))
     plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
