@@ -7,16 +7,17 @@
 
 Without --model: SmolLM2-135M's shapes with random weights. A converted model, a Llama's, is taken as it is, its base
 has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU,
-transformers' loop on a CPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
-transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come
-from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
-capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on
-a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one
-captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
-and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
-is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are to
-be timed. Its gates are half open, or with --text those that the converted model has on that text, which says how much
-a horizon leaves to read.
+transformers' loop on a CPU), `fox-loop` by transformers' loop, `fox-full` with a cache that keeps all keys, `base`
+with its dynamic cache, `base-static` with transformers' static cache, compiled. One generation gives all figures of a
+contender in a cell and round. Times come from when tokens arrive: `first_ms` to the first token, `wall_ms` the median
+between later ones, after compiling and capturing, `least_ms` the least; `whole_ms` their mean with everything before
+the profiler runs. Over its last steps, on a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number,
+from torch.profiler; `replay_ms` is one captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms`
+are the processor's time for a later token and for the first, which other users of the machine disturb less. Where a
+cell has more than --prefill tokens, its cache is filled with random keys and nothing is prefilled: a first token from
+128k takes longer than all the steps that are to be timed. Its gates are half open. With --text prompts are that text,
+and the gates of filled caches are those that the converted model has on it: so much a horizon leaves to read.
+`cache_mb` is what a cache keeps allocated.
 
 The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
 so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than
@@ -40,18 +41,19 @@ import torch
 from model_shapes import PICO, SMOLLM2, base_of_shapes
 from provenance import at_most, provenance
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import retrofox
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.anatomy import attentions, inner_model
 from retrofox.evaluation.needles.haystack import read_haystack
+from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = ("fox", "fox-loop", "base", "base-static")
+CONTENDERS = ("fox", "fox-loop", "fox-full", "base", "base-static")
 PROFILED = 8  # steps
 WARM = 12  # tokens before steps are timed: compiled and captured by then
 LEAST_NEW = WARM + PROFILED + 10
@@ -117,11 +119,14 @@ def models(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: m.to(arguments.device, dtype).eval() for name, m in (("base", base), ("fox", converted))}
 
 
+def text_of(tokenizer: Any, files: list[str], length: int) -> torch.Tensor:
+    """(1, length) token ids of the files' text."""
+    return torch.from_numpy(read_haystack(tokenizer, files, length, "text").token_ids[:length].astype("int64"))[None]
+
+
 @torch.no_grad()
-def gates_on_text(model: Any, tokenizer: Any, files: list[str], length: int) -> dict[int, torch.Tensor]:
-    """Layer -> log_f (1, T, heads) float32 of the text's first tokens, at most `length`."""
-    text = read_haystack(tokenizer, files, length, "text").token_ids[:length]
-    ids = torch.from_numpy(text.astype("int64"))[None].to(model.device)
+def gates_on(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Layer -> log_f (1, T, heads) float32 on a text (1, T)."""
     heard: dict[int, torch.Tensor] = {}
     gates = [attention.forget_gate for _, attention in attentions(model)]
     hooks = [
@@ -129,7 +134,7 @@ def gates_on_text(model: Any, tokenizer: Any, files: list[str], length: int) -> 
         for layer, gate in enumerate(gates)
         if gate is not None
     ]
-    inner_model(model)(input_ids=ids, use_cache=False)
+    inner_model(model)(input_ids=ids.to(model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
     return heard
@@ -143,7 +148,7 @@ def filled(model: Any, contender: str, batch: int, context: int, new: int, gates
     if contender == "base-static":
         cache: Any = StaticCache(config=config, max_cache_len=context + new + 1)
     else:
-        cache = DynamicCache(config=config)
+        cache = new_cache(model, "full" if contender == "fox-full" else "auto")
         cache.tokens_to_reserve = context + new + 1
     generator = torch.Generator(model.device).manual_seed(0)
     shape = (batch, kv, context, width)
@@ -166,11 +171,13 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     cuda = ids.is_cuda
     arrivals = Arrivals(cuda, new)
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    if cache is not None:
-        options[CACHE] = cache
-    elif contender == "base-static":
+    kept = cache
+    if cache is None and contender == "base-static":
         options["cache_implementation"] = "static"
-    elif contender.startswith("fox") and ids.shape[1] > PREFILL:
+    else:
+        kept = cache or new_cache(model, "full" if contender == "fox-full" else "auto")
+        options[CACHE] = kept
+    if cache is None and contender.startswith("fox") and ids.shape[1] > PREFILL:
         options["prefill_chunk_size"] = PREFILL
     replays: list[float] = []
     devices, loop = captured.DEVICES, captured._loop
@@ -203,6 +210,8 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
         result["cpu_ms"] = statistics.median(b - a for a, b in zip(spent[WARM:], spent[WARM + 1 :], strict=False)) * 1e3
         if cache is None:
             result["first_cpu_ms"] = (spent[0] - used) * 1e3
+    if kept is not None:
+        result["cache_mb"] = cache_bytes(kept) / 1e6
     if cuda:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     result |= arrivals.profiled()
@@ -243,11 +252,13 @@ def measure(
     batch: int,
     context: int,
     arguments: argparse.Namespace,
+    text: torch.Tensor | None,
     gates: dict[int, torch.Tensor],
 ) -> dict[str, Any]:
     """A contender's figures in one cell and round; an error stands as text."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, model.config.vocab_size, (batch, context + 1), generator=generator).to(model.device)
+    ids = torch.randint(2, model.config.vocab_size, (batch, context + 1), generator=generator)
+    ids = (ids if text is None else text[:, : context + 1].expand(batch, -1)).to(model.device)
     new, synthetic = arguments.new, batch * context > arguments.prefill
     cache = filled(model, contender, batch, context, new, gates) if synthetic else None
     return run(model, contender, ids, new, cache)
@@ -295,6 +306,7 @@ def show(cells: dict[str, Any]) -> None:
         "gpu_ms",
         "replay_ms",
         "launches",
+        "cache_mb",
         "peak_gb",
     )
     print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>13}" for c in columns))
@@ -315,7 +327,7 @@ def main() -> None:
     parser.add_argument("--pico", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--text", nargs="+", help="files whose text says what gates filled caches have")
+    parser.add_argument("--text", nargs="+", help="files whose text is read")
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--contexts", default="2048,32768,131072")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
@@ -337,13 +349,13 @@ def main() -> None:
         parser.error(
             f"--new must be at least {LEAST_NEW}: the first {WARM} tokens and the last {PROFILED} aren't timed"
         )
-    started, built, gates = time.perf_counter(), models(arguments), {}
+    started, built = time.perf_counter(), models(arguments)
+    text, gates = None, {}
     if arguments.text:
-        tokenizer, longest = (
-            AutoTokenizer.from_pretrained(arguments.model),
-            max(map(int, arguments.contexts.split(","))),
-        )
-        gates = gates_on_text(built["fox"], tokenizer, arguments.text, longest)
+        contexts = [int(context) for context in arguments.contexts.split(",")]
+        text = text_of(AutoTokenizer.from_pretrained(arguments.model), arguments.text, max(contexts) + 1)
+        if max(contexts) * max(map(int, arguments.batches.split(","))) > arguments.prefill:
+            gates = gates_on(built["fox"], text[:, :-1])
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
     settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
                 "threads": torch.get_num_threads(), "new": arguments.new}  # fmt: skip
@@ -370,7 +382,7 @@ def main() -> None:
                         continue
                     try:
                         with at_most(min(left, arguments.cell_seconds)):
-                            row = measure(built[name.split("-")[0]], name, batch, context, arguments, gates)
+                            row = measure(built[name.split("-")[0]], name, batch, context, arguments, text, gates)
                     except Exception as error:  # the other cells and contenders are still worth their time
                         traceback.print_exc()
                         row = {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:300]}
