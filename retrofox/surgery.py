@@ -110,8 +110,14 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         too_deep = [i for i in getattr(spec, name) if not 0 <= i < config.num_hidden_layers]
         if too_deep:
             raise ValueError(f"{name} names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}")
-    if isinstance(spec.open_heads, tuple):
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if isinstance(spec.open_heads, int):
+        if spec.open_heads > config.num_hidden_layers * kv_heads:
+            raise ValueError(
+                f"open_heads {spec.open_heads} is more than the model's {config.num_hidden_layers * kv_heads} kv heads "
+                f"({config.num_hidden_layers} layers of {kv_heads})"
+            )
+    else:
         for layer, kv_head in spec.open_heads:
             if layer >= config.num_hidden_layers or kv_head >= kv_heads:
                 raise ValueError(

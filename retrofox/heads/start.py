@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from retrofox.surgery import open_half_life
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 DOCUMENTS = 4
 LENGTH = 4096
 """Tokens read of each document, at most: less where the model was trained to less."""
+SHORT = 256
+"""Tokens of a document below which its heads' distances say little."""
 QUERIES = 1024
 """Queries measured in each document and layer, in blocks evenly spread over its second half."""
 
@@ -117,6 +121,11 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
     assert spec.half_life is not None  # resolved
     trained, training = trained_length(model.config), model.training
     documents = documents_of(texts, tokenizer)
+    if (longest := max(map(len, documents))) < min(SHORT, trained):
+        logger.warning(
+            "heads are measured on %d tokens, too few to tell near heads from far ones: give texts of %s or more",
+            *(longest, f"{min(LENGTH, trained):,}"),
+        )
     kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     distances = Distances(max(1, spec.sink_tokens))
     scores, chosen = torch.empty(0), spec.open_heads

@@ -22,6 +22,7 @@ from retrofox.half_lives import bias_from_half_life
 from retrofox.heads.needles import needle_attention, plant
 from retrofox.heads.start import Distances, half_lives_by_distance, measure_start
 from retrofox.heads.texts import documents_of
+from retrofox.surgery import make_plan
 from retrofox.training.train import train
 
 LENGTH = 256  # of the pico models' training
@@ -160,6 +161,21 @@ def test_heads_may_be_named_instead_of_measured(pico_llama, gate):
 def test_a_named_head_that_there_is_not_is_refused(pico_llama, head):
     with pytest.raises(ValueError, match=rf"open_heads names kv head {head[1]} of layer {head[0]}; the model has 2"):
         retrofox.convert(pico_llama(), fox=FoxSpec(open_heads=(head,)))
+
+
+def test_a_text_too_short_to_measure_on_is_named(base, text, tmp_path, caplog):
+    (tmp_path / "short.txt").write_text("the fox forgets")
+    for file, warned in ((text, False), (tmp_path / "short.txt", True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "retrofox"):
+            retrofox.convert(base, fox=FoxSpec(init="measured", open_heads=1), texts=[file])
+        assert ("too few to tell near heads from far ones: give texts of 256 or more" in caplog.text) == warned
+
+
+def test_more_open_heads_than_the_model_has_are_refused(pico_llama):
+    with pytest.raises(ValueError, match="open_heads 5 is more than the model's 4 kv heads"):
+        make_plan(pico_llama().config, FoxSpec(init="measured", open_heads=5))
+    make_plan(pico_llama().config, FoxSpec(init="measured", open_heads=4))
 
 
 @pytest.mark.parametrize("heads", [3, True, [[1]], [[0, -1]], "all", None])
