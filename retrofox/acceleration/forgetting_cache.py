@@ -198,17 +198,21 @@ class ForgettingLayer(DynamicLayer):
         Raises:
             ValueError: tokens of which something has been forgotten.
         """
-        left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(self.seen, tokens_to_remove)
-        if left <= 0:
+        self.seen = self.left_by(tokens_to_remove)
+        if self.seen > 0:
+            self._show()
+        else:
             self.reset()
-        elif left < self.begin:
+
+    def left_by(self, tokens_to_remove: int) -> int:
+        """Tokens that `crop` would leave; raises as it does."""
+        left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(self.seen, tokens_to_remove)
+        if 0 < left < self.begin:
             raise ValueError(
                 f"the cache has forgotten keys that a text of {left} tokens needs: crop it by at most "
                 f"{self.seen - self.begin}, or {KEEP_ALL}"
             )
-        else:
-            self.seen = left
-            self._show()
+        return left
 
     def _take_rows(self, rows: Tensor) -> None:
         self._show()
@@ -221,11 +225,11 @@ class ForgettingLayer(DynamicLayer):
             for head in range(self.kv_heads):
                 g, i = place[source * self.kv_heads + head]
                 taken[g].append((row * self.kv_heads + head, i))
-        for group, x in zip(self.groups, taken, strict=True):
+        kept = [(group, x) for group, x in zip(self.groups, taken, strict=True) if x]
+        for group, x in kept:
             group.batch_select_indices(torch.tensor([i for _, i in x], device=self.device))
-        kept = [(group, [pair for pair, _ in x]) for group, x in zip(self.groups, taken, strict=True) if x]
         self.batch = len(found)
-        self._take([group for group, _ in kept], [pairs for _, pairs in kept])
+        self._take([group for group, _ in kept], [[pair for pair, _ in x] for _, x in kept])
 
     def reorder_cache(self, beam_idx: Any) -> None:
         if self.is_initialized:
@@ -262,6 +266,12 @@ class ForgettingCache(DynamicCache):
         """Tokens that every layer holds: a call that was interrupted leaves some layers longer than others."""
         layers: list[Any] = self.layers
         return min((layer.get_seq_length() for layer in layers), default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Crops every layer, or none where one has forgotten too much: ValueError."""
+        for layer in self.layers:
+            layer.left_by(tokens_to_remove)  # type: ignore[attr-defined]
+        super().crop(tokens_to_remove)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # type: ignore[override]
         first: Any = self.layers[0]

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from retrofox.acceleration import cuda_graph_decoding, forgetting_cache, head_groups
 from retrofox.acceleration.forgetting_cache import ForgettingCache, ForgettingLayer
-from retrofox.anatomy import attention_mode
+from retrofox.anatomy import attention_mode, attentions
 from retrofox.generation.caches import cache_bytes
 from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
@@ -266,6 +266,37 @@ def test_rows_that_move_take_their_heads_along(pico_fox, change):
             given = {"position_ids": (mask.cumsum(1) - 1)[moved, 120:], CACHE: cache}
             found.append(model(ids[moved, 120:], attention_mask=mask[moved], **given).logits)
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_a_group_without_rows_is_left_out(pico_fox):
+    model, ids, mask, cache = pico_fox(**SPEC), ids_of(3, 200), mask_of(3, 200), ForgettingCache()
+    wanted = logits(model, ids, mask, DynamicCache(config=model.config), (200,))
+    logits(model, ids[:, :180], mask[:, :180], cache, (40, 1))
+    layers: list[Any] = cache.layers
+    groups = [{pair // 2 for pair in pairs} for layer in layers for pairs in layer.pairs]  # 2 kv heads a row
+    row = next(row for row in range(3) if any(row not in group for group in groups))
+    rows: Any = torch.tensor([row] * 3)
+    cache.reorder_cache(rows)
+    with torch.no_grad():
+        given = {"position_ids": (mask.cumsum(1) - 1)[rows, 180:], CACHE: cache}
+        found = model(ids[rows, 180:], attention_mask=mask[rows], **given).logits
+    torch.testing.assert_close(found, wanted[rows, 180:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_refused_crop_leaves_the_cache_as_it_was(pico_fox):
+    model, ids, mask, cache = pico_fox(**SPEC), ids_of(1, 120), mask_of(1, 120), ForgettingCache()
+    gate: Any = next(attention for _, attention in attentions(model)).forget_gate
+    torch.nn.init.zeros_(gate.weight)
+    torch.nn.init.constant_(gate.bias, 30.0)  # the first layer forgets nothing
+    wanted = logits(model, ids, mask, DynamicCache(config=model.config), (120,))
+    logits(model, ids[:, :110], mask[:, :110], cache, (110,))
+    with pytest.raises(ValueError, match="has forgotten keys"):
+        cache.crop(-60)
+    layers: list[Any] = cache.layers
+    assert [layer.get_seq_length() for layer in layers] == [110, 110]
+    with torch.no_grad():
+        found = model(ids[:, 110:], attention_mask=mask, position_ids=torch.arange(110, 120)[None], **{CACHE: cache})
+    torch.testing.assert_close(found.logits, wanted[:, 110:], atol=1e-4, rtol=1e-4)
 
 
 def test_another_mode_or_mask_than_it_forgot_in_is_refused(pico_fox):
