@@ -219,11 +219,11 @@ def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
 
 def test_a_dry_run_says_how_measured_gates_will_start(run, source, tmp_path):
     (tmp_path / "text.txt").write_text("The fox forgets. " * 50)
-    options = ["--init", "measured", "--open-heads", "3", "--texts", tmp_path / "text.txt"]
+    options = ["--init", "measured", "--open-heads", "1", "--texts", tmp_path / "text.txt"]
     code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", *options)
     assert code == 0
     shown = " ".join(out.replace("│", " ").split())
-    assert "tokens by measured attention distance; 3 kv heads start open" in shown
+    assert "tokens by measured attention distance; 1 kv heads start open" in shown
 
 
 def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
