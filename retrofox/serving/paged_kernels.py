@@ -10,6 +10,7 @@ than without gates, and whatever moves or drops pages takes c along. Logits are 
 A step whose requests have one new token each, as a CUDA graph holds it, takes one kernel to write and two to attend
 (one where the keys are not split); it needs no value on the host. A prompt of whole pages that were found and one token
 may stand behind a page that another request's token fills in that very step: the kernel looks for it among the slots.
+With a horizon each program first finds where the group's live keys begin; blocks before are not read, but for sinks.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
@@ -38,6 +39,8 @@ PROGRAMS = 1056
 MOST_PARTS = 64
 KEYS, WARPS, STAGES = 64, 2, 3
 """Keys that a program of attention reads at once, half as many of heads of over 256 bytes; its warps and stages."""
+WAYS = tl.constexpr(64)
+"""Lots of blocks that a step of the search for live keys looks at."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     if 0 < hidden_states.shape[0] <= FEW:
         return gate_rows(hidden_states.contiguous(), weight, bias)
     return gate_and_logit(hidden_states, weight, bias)[0]
+
+
+@triton.jit
+def _row(table, at, real, head, cache_block, cache_head, cache_token, PAGE: tl.constexpr):
+    """Where the rows of a text's tokens `at` begin in the cache; in page 0 where not real."""
+    page = tl.load(table + at // PAGE, mask=real, other=0).to(tl.int64)
+    return page * cache_block + head * cache_head + (at % PAGE) * cache_token
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -177,9 +187,9 @@ def _write_kernel(
             at = tl.load(source + writer).to(tl.int64)
     new = tl.load(query_start + writer + 1).to(tl.int64) - first
     past = tl.load(seq_lens + writer).to(tl.int64) - new
-    last = tl.maximum(past - 1, 0)
-    page = tl.load(block_table + writer * table_row + last // PAGE).to(tl.int64)
-    row = floats + (page * cache_block + head * cache_head + (last % PAGE) * cache_token + 2 * DIM) // PER
+    table, last = block_table + writer * table_row, tl.maximum(past - 1, 0)
+    row = _row(table, last, True, head, cache_block, cache_head, cache_token, PAGE)
+    row = floats + (row + 2 * DIM) // PER
     known = g < tl.where(past > 0, GROUPS, 0)
     before += tl.load(row + g, mask=known, other=0.0).to(tl.float64)
     before += tl.load(row + GROUPS + g, mask=known, other=0.0).to(tl.float64)
@@ -211,15 +221,26 @@ def _write_kernel(
 
 
 @triton.jit
+def _decay(own_high, own_low, floats, row, g, known, GROUPS: tl.constexpr, DIM: tl.constexpr, PER: tl.constexpr):
+    """c_i - c_j (heads, keys) float32 of one query and the keys in `row`."""
+    c = floats + ((row + 2 * DIM) // PER)[None, :] + g[:, None]
+    decay = own_high[:, None] - tl.load(c, mask=known, other=0.0)
+    return decay + (own_low[:, None] - tl.load(c + GROUPS, mask=known, other=0.0))
+
+
+@triton.jit
 def _attend_kernel(
     query, cache, floats, output, parts, weights, query_start, seq_lens, block_table, owner,
-    scale, softcap, query_token, query_head, output_token, output_head,
+    scale, softcap, horizon, query_token, query_head, output_token, output_head,
     cache_block, cache_head, cache_token, table_row, heads,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One token, kv head and part of its keys: all query heads of the group attend."""
+    """One token, kv head and part of its keys: all query heads of the group attend.
+
+    SEARCH: with a horizon the steps in which its first block is found, else 0.
+    """
     part, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = token
     if owner is not None:
@@ -229,11 +250,6 @@ def _attend_kernel(
     low = length * 0
     if WINDOW > 0:
         low = tl.maximum(length - WINDOW, 0)
-    first = low // BLOCK
-    blocks = tl.cdiv(length, BLOCK) - first
-    mine = tl.cdiv(blocks, PARTS)
-    begin = first + part * mine
-    end = tl.minimum(begin + mine, first + blocks)
     g, channel, step = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
     inside = g < GROUPS
     whole = channel < DIM
@@ -241,26 +257,43 @@ def _attend_kernel(
     q = tl.load(queries, mask=inside[:, None] & whole[None, :], other=0.0)
     table = block_table + request.to(tl.int64) * table_row
     last = tl.maximum(length - 1, 0)
-    its_page = tl.maximum(tl.load(table + last // PAGE), 0).to(tl.int64)  # padding may have -1
-    own = floats + (its_page * cache_block + head * cache_head + (last % PAGE) * cache_token + 2 * DIM) // PER
+    own = _row(table, last, length > 0, head, cache_block, cache_head, cache_token, PAGE)  # padding may have page -1
+    own = floats + (own + 2 * DIM) // PER
     own_high = tl.load(own + g, mask=inside, other=0.0)
     own_low = tl.load(own + GROUPS + g, mask=inside, other=0.0)
+    first = low // BLOCK
+    if SEARCH > 0:  # c falls: a block is dead where its last key is, and all before it are
+        dead, width = length * 0, 1
+        for _ in tl.static_range(SEARCH - 1):
+            width *= WAYS
+        for _ in tl.static_range(SEARCH):
+            at = (dead + (1 + tl.arange(0, WAYS)) * width) * BLOCK - 1
+            row = _row(table, at, at < length, head, cache_block, cache_head, cache_token, PAGE)
+            known = inside[:, None] & (at < length)[None, :]
+            decay = _decay(own_high, own_low, floats, row, g, known, GROUPS, DIM, PER)
+            near = known & ((decay <= 0.0 - horizon) == 0)  # NaN is to be seen
+            dead += tl.sum(((tl.max(near.to(tl.int32), 0) == 0) & (at < length)).to(tl.int32), 0) * width
+            width = width // WAYS
+        first = tl.maximum(first, dead)
+    sinks = tl.minimum(tl.cdiv(SINK, BLOCK), first)  # blocks of sinks come before those from the first on
+    blocks = sinks + tl.cdiv(length, BLOCK) - first
+    mine = tl.cdiv(blocks, PARTS)
+    begin = part * mine
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     made = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for block in range(begin, end):
-        at = block * BLOCK + step
+    for block in range(begin, tl.minimum(begin + mine, blocks)):
+        at = tl.where(block < sinks, block, first + block - sinks) * BLOCK + step
         seen = (at >= low) & (at < length)
-        page = tl.load(table + at // PAGE, mask=at < length, other=0).to(tl.int64)
-        row = page * cache_block + head * cache_head + (at % PAGE) * cache_token
+        row = _row(table, at, at < length, head, cache_block, cache_head, cache_token, PAGE)
         k = tl.load(cache + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
         v = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
         known = inside[:, None] & seen[None, :]
-        c = floats + ((row + 2 * DIM) // PER)[None, :] + g[:, None]
-        decay = own_high[:, None] - tl.load(c, mask=known, other=0.0)
-        decay += own_low[:, None] - tl.load(c + GROUPS, mask=known, other=0.0)
+        decay = _decay(own_high, own_low, floats, row, g, known, GROUPS, DIM, PER)
         if SINK > 0:
             decay = tl.where((at < SINK)[None, :], 0.0, decay)
+        if SEARCH > 0:  # a sink's decay is 0, the own key's too
+            known = known & ((decay <= 0.0 - horizon) == 0)
         logits = tl.dot(q, k, input_precision="ieee") * scale
         if CAP:
             logits = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * logits / softcap * 1.4426950408889634) + 1.0))
@@ -313,11 +346,8 @@ def _gather_kernel(
     head = tl.program_id(1)
     real = token < length
     at = first + token
-    page = tl.load(pages + at // PAGE, mask=real, other=0).to(tl.int64)
-    row = page * cache_block + head * cache_head + (at % PAGE) * cache_token
-    at = tl.maximum(at - 1, first)
-    page = tl.load(pages + at // PAGE, mask=real, other=0).to(tl.int64)
-    before = page * cache_block + head * cache_head + (at % PAGE) * cache_token
+    row = _row(pages, at, real, head, cache_block, cache_head, cache_token, PAGE)
+    before = _row(pages, tl.maximum(at - 1, first), real, head, cache_block, cache_head, cache_token, PAGE)
     channel = tl.arange(0, CHANNELS)
     inside = real[:, None] & (channel < DIM)[None, :]
     to = (token.to(tl.int64) * heads + head)[:, None]
@@ -333,11 +363,6 @@ def _gather_kernel(
     fall += tl.load(here + GROUPS, mask=inside, other=0.0).to(tl.float64)
     fall -= tl.load(there + GROUPS, mask=inside, other=0.0).to(tl.float64)
     tl.store(log_f + to * GROUPS + g[None, :], tl.minimum(fall, 0.0).to(tl.float32), mask=inside)
-
-
-def _of_cache(kv_cache: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of a cache's pages, heads and tokens."""
-    return kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2)
 
 
 def write(
@@ -370,7 +395,7 @@ def write(
     arguments = (
         key, value, log_f, kv_cache, kv_cache.view(torch.float32), sums, batch.slot_mapping, batch.query_start_loc,
         batch.seq_lens, batch.block_table, source, source_request, key.stride(0), key.stride(1), value.stride(0),
-        value.stride(1), log_f.stride(0), *_of_cache(kv_cache), batch.block_table.stride(0), requests, heads,
+        value.stride(1), log_f.stride(0), *kv_cache.stride()[:3], batch.block_table.stride(0), requests, heads,
     )  # fmt: skip
     row = (paged.dim, power_of_2(paged.dim), paged.per_float, kv_cache.shape[2], single)
     launch(_write_kernel, grid, arguments, sizes + row, warps=warps)
@@ -393,7 +418,7 @@ def attend(
         query: (T, H, D) in the rows' dtype, of unit last stride, as `output` (T, H, D).
         kv_cache: as in `write`.
         batch: query_start_loc, seq_lens, block_table of `write`.
-        options: scale, window, sink and softcap of `fox_kernels.forgetting_attention`.
+        options: scale, window, sink, softcap and horizon of `fox_kernels.forgetting_attention`.
         owner: (T,) int32, the request of each token; None where the number of both is the same.
     """
     tokens, query_heads, dim = query.shape
@@ -404,15 +429,18 @@ def attend(
     if parts > 1:
         made = torch.empty(tokens, query_heads, parts, channels, dtype=torch.float32, device=query.device)
         weights = torch.empty(tokens, query_heads, parts, dtype=torch.float32, device=query.device)
-    softcap = options["softcap"]
+    softcap, horizon = options["softcap"], options["horizon"]
     arguments = (
         query, kv_cache, kv_cache.view(torch.float32), output, made, weights, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), query.stride(0), query.stride(1),
-        output.stride(0), output.stride(1), *_of_cache(kv_cache), batch.block_table.stride(0), heads,
+        batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), float(horizon or 0.0),
+        query.stride(0), query.stride(1), output.stride(0), output.stride(1), *kv_cache.stride()[:3],
+        batch.block_table.stride(0), heads,
     )  # fmt: skip
     keys = KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2
     row = (paged.groups, 16, dim, channels, paged.per_float, kv_cache.shape[2])
-    constants = (*row, keys, parts, options["window"] or 0, options["sink"], softcap is not None)
+    longest = batch.block_table.shape[1] * kv_cache.shape[2]
+    search = 0 if horizon is None else next(steps for steps in range(1, 5) if WAYS.value**steps * keys >= longest)
+    constants = (*row, keys, parts, options["window"] or 0, options["sink"], softcap is not None, search)
     launch(_attend_kernel, (parts, heads, tokens), arguments, constants, warps=WARPS, stages=STAGES)
     if parts > 1:
         arguments = (made, weights, output, output.stride(0), output.stride(1), query_heads)
@@ -428,7 +456,7 @@ def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int
     block = 4096 // channels
     arguments = (
         kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, first, length - first,
-        *_of_cache(kv_cache), heads,
+        *kv_cache.stride()[:3], heads,
     )  # fmt: skip
     row = (paged.groups, power_of_2(paged.groups), paged.dim, channels, paged.per_float, page, block)
     launch(_gather_kernel, (cdiv(length - first, block), heads), arguments, row)

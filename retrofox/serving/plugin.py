@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from retrofox.fox_spec import FoxSpec
 from retrofox.model import configuration_fox
@@ -54,6 +55,7 @@ def check(vllm_config: Any) -> None:
         lora=vllm_config.lora_config is not None,
         microbatches=bool(parallel.enable_dbo),
         generates=model.runner_type == "generate",
+        paged=current_platform.is_cuda(),
     )
     base_type = config.model_type.removeprefix("fox_")
     why = wrong_vllm() or refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)

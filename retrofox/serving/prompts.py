@@ -138,7 +138,7 @@ def read(query: torch.Tensor, rows: Rows, cu_seqlens: torch.Tensor | None, optio
     """Forgetting Attention (T, H, D) of `query` (T, H, D), the last of the rows' tokens, or of texts from their start.
 
     Args:
-        options: scale, window, sink, softcap of `fox_kernels.forgetting_attention`.
+        options: scale, window, sink, softcap, horizon of `fox_kernels.forgetting_attention`.
     """
     key, value, log_f = (x[None] for x in rows)
     return forgetting_attention(query[None], key, value, log_f, cu_seqlens=cu_seqlens, **options)[0]

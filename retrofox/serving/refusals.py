@@ -39,6 +39,8 @@ class Settings:
     lora: bool = False
     microbatches: bool = False
     generates: bool = True
+    paged: bool = True
+    """Whether our own kernels attend, as on an NVIDIA GPU, or vLLM's, as elsewhere."""
 
 
 def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: Settings) -> str | None:
@@ -56,8 +58,11 @@ def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: 
             f"a {settings.cache_dtype} cache would round the gates' sums away: leave --kv-cache-dtype at auto "
             f"(the model's {dtype})"
         )
-    if spec.horizon is not None:
-        return f"horizon {spec.horizon:g} is not served yet: vLLM's kernels would read the keys that it masks"
+    if spec.horizon is not None and not settings.paged:
+        return (
+            f"horizon {spec.horizon:g} is served on NVIDIA GPUs only: elsewhere vLLM's own kernels attend, which can't "
+            "mask what lies beyond it; use `retrofox generate` here"
+        )
     ranks = settings.tensor_parallel
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return f"{heads} query heads and {kv_heads} kv heads don't split over {ranks} ranks of tensor parallelism"

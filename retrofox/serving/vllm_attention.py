@@ -35,11 +35,12 @@ PLAIN_ISA = ("vec", "vec16")
 """Kinds of the CPU backend that keep values as rows; others pack them."""
 
 
-def with_gates(native: Attention, gate: Any, exempt_tokens: int) -> Attention:
+def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float | None) -> Attention:
     """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
 
     Args:
         gate: the layer's forget gate, with a weight (H, hidden) and a bias (H,) in float32 where it reads the states.
+        horizon: nats of decay at which a key is masked; lanes can't, so `refusal` lets only a GPU have one.
 
     Raises:
         ValueError: no backend that is known here takes heads of that width.
@@ -55,6 +56,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int) -> Attention:
     softcap = getattr(native.impl, "logits_soft_cap", None) or None
     room: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)  # refuses other dtypes, too
     paged = paged_kernels is not None and current_platform.is_cuda()
+    assert paged or horizon is None
     if paged:
         assert paged_kernels is not None
         room = paged_kernels.Paged(groups, native.head_size, dtype)
@@ -78,6 +80,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int) -> Attention:
         "window": native.sliding_window,
         "sink": exempt_tokens,
         "softcap": softcap,
+        "horizon": horizon,
     }
     return made
 

@@ -231,7 +231,7 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         tables=None,
     )
     if wanted.forget_gate is not None:
-        module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted))
+        module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), wanted.horizon)
         fox.room = module.attn.impl.room  # type: ignore[attr-defined]
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)

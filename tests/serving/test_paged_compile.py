@@ -18,15 +18,16 @@ from retrofox.serving import paged_kernels
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from test_compile import SHARED_MEMORY, check_spills
 
+FLOATS = ("scale", "softcap", "horizon")
 TYPES = {
     **dict.fromkeys(("query", "key", "value", "cache", "output"), "*bf16"),
     **dict.fromkeys(("floats", "log_f", "parts", "weights"), "*fp32"),
     **dict.fromkeys(("query_start", "seq_lens", "block_table", "owner", "pages"), "*i32"),
     **dict.fromkeys(("slots", "source", "source_request"), "*i64"),
-    **dict.fromkeys(("scale", "softcap"), "fp32"),
+    **dict.fromkeys(FLOATS, "fp32"),
     "sums": "*fp64",
 }
-UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "log_f_token", "scale", "softcap")
+UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "log_f_token", *FLOATS)
 NONE = ("owner", "source", "source_request")
 SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PER": 2, "PAGE": 16}
 WRITE = {"CHUNK": 512, **SIZES}
@@ -42,7 +43,7 @@ def attend(dim, channels, **options):
         "PAGE": 16,
         "BLOCK": paged_kernels.KEYS,
     }
-    plain = {"PARTS": 8, "WINDOW": 0, "SINK": 0, "CAP": False}
+    plain = {"PARTS": 8, "WINDOW": 0, "SINK": 0, "CAP": False, "SEARCH": 0}
     return paged_kernels._attend_kernel, sizes | plain | options, 4
 
 
@@ -53,6 +54,8 @@ KERNELS = {
     "attend, 64": attend(64, 64),
     "attend, 64, one part": attend(64, 64, PARTS=1, SINK=1),
     "attend, 80, a window": attend(80, 128, WINDOW=4096),
+    "attend, 64, a horizon": attend(64, 64, SINK=1, SEARCH=2),
+    "attend, 128, a horizon": attend(128, 128, SINK=1, SEARCH=2),
     "attend, 128, softcap": attend(128, 128, CAP=True, SINK=4),
     "merge": (paged_kernels._merge_kernel, {"DIM": 64, "CHANNELS": 64, "PARTS": 8}, 1),
     "merge, most parts": (paged_kernels._merge_kernel, {"DIM": 128, "CHANNELS": 128, "PARTS": 64}, 4),

@@ -1,6 +1,7 @@
 """The kernels over pages against float64: in Triton's interpreter, and on a GPU by `pytest -m gpu`."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class Texts:
     """Requests whose past lies in pages of a cache, with new tokens to write: everything in float64, too."""
 
     def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=(), writer=(), sink=0,
-                 dtype=torch.bfloat16, by_pages=False):  # fmt: skip
+                 dtype=torch.bfloat16, by_pages=False, spread=1.0):  # fmt: skip
         from retrofox.serving.paged_kernels import Paged
 
         torch.manual_seed(0)
@@ -61,6 +62,7 @@ class Texts:
             self.table[request, :shared] = self.table[other, :shared]
         rows = torch.randn(blocks, PAGE, HEADS, 2 * (dim + self.paged.extra)).to(dtype)
         self.cache = rows.to(device).transpose(1, 2)  # heads beside each other in memory, as vLLM lays them out
+        size = size * torch.logspace(0, math.log10(spread), HEADS * groups).view(HEADS, groups)
         log_f = -torch.rand(tokens, HEADS, groups) * size
         decays = torch.ones(tokens, dtype=torch.bool)
         begin = [0, *torch.tensor(new).cumsum(0).tolist()]
@@ -115,6 +117,21 @@ class Texts:
         links = None if self.links is None else Links(*(x.to(self.device) for x in self.links))
         write(self.paged, key, value, log_f, self.cache, self.batch, links)
 
+    def poison(self, horizon, sink):
+        """NaN into the keys and values of blocks that no query of a kv head sees; returns how many tokens."""
+        from retrofox.serving.paged_kernels import KEYS
+
+        dead = 0
+        for request, length in enumerate(self.past):
+            c = self.text(request)[2]
+            for block in range(-(-sink // KEYS), length // KEYS):
+                fall = c[length] - c[(block + 1) * KEYS - 1]  # of the first query, which sees the most
+                for head in (fall <= -horizon).all(-1).nonzero()[:, 0].tolist():
+                    for t in range(block * KEYS, (block + 1) * KEYS):
+                        self._row(request, t)[0][head, : 2 * self.dim] = math.nan
+                    dead += KEYS
+        return dead
+
     def text(self, request):
         """Keys, values (S, HEADS, D) and c (S, HEADS, G) float64 of a request: its pages' and its new tokens'."""
         begin, end = self.start[request : request + 2].tolist()
@@ -141,8 +158,8 @@ def written(**shape):
     return errors
 
 
-def attended(window=None, sink=0, softcap=None, programs=None, **shape):
-    """Largest difference of the output from float64, and what padding got."""
+def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **shape):
+    """Largest difference of the output from float64, what padding got, and how many tokens' keys were NaN."""
     from retrofox.serving import paged_kernels
 
     dtype = shape.pop("dtype", torch.float32)  # of bfloat16 the interpreter has no product
@@ -151,7 +168,9 @@ def attended(window=None, sink=0, softcap=None, programs=None, **shape):
     tokens, padding = sum(texts.new), len(texts.key) - sum(texts.new)
     query = torch.randn(tokens + padding, HEADS * texts.groups, texts.dim).to(dtype)
     output = torch.full_like(query, 7.0).to(texts.device)
-    options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap}
+    options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap, "horizon": horizon}
+    read = [texts.text(request) for request in range(len(texts.past))]
+    poisoned = 0 if horizon is None else texts.poison(horizon, sink)
     single = max(texts.new) == 1
     batch = texts.batch
     if single and padding:  # as a CUDA graph has it: requests without a token, whose pages nobody may read
@@ -173,17 +192,16 @@ def attended(window=None, sink=0, softcap=None, programs=None, **shape):
     output, error = output.cpu(), 0.0
     for request, length in enumerate(texts.past):
         begin, end = texts.start[request : request + 2].tolist()
-        key, value, c = texts.text(request)
+        key, value, c = read[request]
         log_f = torch.diff(c, dim=0, prepend=c[:1]).flatten(1)
         q = torch.zeros(len(key), HEADS * texts.groups, texts.dim).double()
         q[length:] = query[begin:end].double()
-        exact = reference.forgetting_attention(
-            q[None], key[None], value[None], log_f[None], scale=SCALE, window=window, sink=sink, softcap=softcap
-        )
+        exact = reference.forgetting_attention(q[None], key[None], value[None], log_f[None], **options)
         assert isinstance(exact, torch.Tensor)
-        error = max(error, float((output[begin:end].double() - exact[0, length:]).abs().max()))
+        difference = (output[begin:end].double() - exact[0, length:]).abs().nan_to_num(math.inf)
+        error = max(error, float(difference.max())) if end > begin else error
     rest = output[tokens:taken]
-    return {"error": error, "padding": float(rest.abs().max()) if len(rest) else 0.0}
+    return {"error": error, "padding": float(rest.abs().max()) if len(rest) else 0.0, "poisoned": poisoned}
 
 
 ATTENDED = {
@@ -196,7 +214,24 @@ ATTENDED = {
     "softcap": {"new": [1, 2], "past": [70, 80], "groups": 2, "softcap": 5.0},
     "one head a group, 80 channels": {"new": [1, 1], "past": [70, 9], "groups": 1, "dim": 80},
     "8 heads a group, 128 channels": {"new": [1, 2], "past": [66, 20], "groups": 8, "dim": 128},
-}
+    # heads' gates differ up to a hundredfold: those of the first kv head see all, of the last few keys
+    "a horizon, decoding": {
+        "new": [1, 1, 1, 1], "past": [700, 0, 40, 300], "groups": 3, "horizon": 8.0, "size": 0.01, "spread": 100.0
+    },
+    "a horizon, one part, padded": {
+        "new": [1, 1], "past": [400, 130], "groups": 2, "horizon": 3.0, "programs": 1, "padding": 2
+    },
+    "a horizon, short pieces, sinks": {
+        "new": [1, 3, 5], "past": [500, 0, 331], "groups": 3, "horizon": 8.0, "size": 0.2, "sink": 3, "programs": 16
+    },
+    "a horizon of many sinks": {"new": [2], "past": [400], "groups": 2, "horizon": 2.0, "size": 0.2, "sink": 70},
+    "a horizon within a window": {"new": [1, 2], "past": [300, 90], "groups": 2, "window": 150, "horizon": 4.0},
+    "a window within a horizon": {"new": [1], "past": [300], "groups": 2, "window": 20, "horizon": 4.0},
+    "a horizon, softcap": {"new": [1, 2], "past": [270, 80], "groups": 2, "softcap": 5.0, "horizon": 4.0},
+    "a horizon of the own key only": {"new": [1], "past": [200], "groups": 1, "size": 60.0, "horizon": 1e-3},
+    "a horizon found in two steps": {"new": [1], "past": [4300], "groups": 1, "size": 0.02, "horizon": 8.0},
+}  # fmt: skip
+HORIZONS = {name for name, shape in ATTENDED.items() if "horizon" in shape}
 
 
 PAST = {"groups of 3": (3, 64, 0, 77), "8 heads, wide": (8, 128, 0, 40), "from the middle": (4, 64, 37, 150)}
@@ -255,6 +290,13 @@ def test_new_tokens_are_in_their_rows_with_c_in_the_interpreter(interpreted, nam
 @pytest.mark.parametrize("name", ATTENDED)
 def test_tokens_attend_to_their_pages_in_the_interpreter(interpreted, name):
     check_attended(interpreted["attend"][name])
+
+
+@pytest.mark.parametrize("name", sorted(HORIZONS - {"a window within a horizon"}))
+def test_blocks_beyond_the_horizon_of_all_heads_of_a_group_are_not_read(interpreted, name):
+    found = interpreted["attend"][name]
+    assert found["poisoned"] >= 64
+    check_attended(found)
 
 
 @pytest.mark.parametrize("name", PAST)

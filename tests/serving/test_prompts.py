@@ -82,6 +82,7 @@ class Paged:
         {"sink": 5},
         {"window": 20, "sink": 0},
         {"window": 37, "sink": 0, "softcap": 5.0},
+        {"sink": 2, "horizon": 6.0},
     ],
     ids=str,
 )
@@ -96,7 +97,7 @@ def test_a_chunk_reads_its_past_out_of_the_pages(groups, options):
         torch.testing.assert_close(found.double(), wanted[past:length], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"sink": 1}, {"sink": 0, "window": 9}], ids=str)
+@pytest.mark.parametrize("options", [{"sink": 1}, {"sink": 0, "window": 9}, {"sink": 1, "horizon": 3.0}], ids=str)
 def test_texts_that_begin_are_read_in_one_call(options):
     texts = [Paged(length, 3, options["sink"], seed=length) for length in (30, 7, 52)]
     kept, readings = plan([0, 2, 32, 39, 91], [60, 30, 7, 52], 7)

@@ -52,9 +52,13 @@ def test_families_are_served_or_named_as_not_served():
         assert why is None or f"converted {family} models are not served yet" in why
 
 
-def test_a_horizon_is_refused_and_the_same_gates_without_one_are_served():
-    assert "horizon 9 is not served yet" in str(refusal("llama", FoxSpec(horizon=9.0), 4, 2, Settings()))
-    assert refusal("llama", FoxSpec(), 4, 2, Settings()) is None
+def test_a_horizon_is_served_by_our_own_kernels_and_refused_where_vllms_attend():
+    spec = FoxSpec(horizon=9.0)
+    assert refusal("llama", spec, 4, 2, Settings(paged=True)) is None
+    why = str(refusal("llama", spec, 4, 2, Settings(paged=False)))
+    assert "horizon 9 is served on NVIDIA GPUs only" in why
+    assert "use `retrofox generate`" in why
+    assert refusal("llama", FoxSpec(), 4, 2, Settings(paged=False)) is None
 
 
 @pytest.mark.parametrize("ranks", [6, 8])  # 4 kv heads don't split over 6, 12 query heads not over 8

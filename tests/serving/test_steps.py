@@ -42,7 +42,7 @@ class Backend:
 
 
 @torch.no_grad()
-def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
+def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float | None = None) -> dict:
     """Readings of each step, and how far each text's outputs are from float64 in the end, over all layers."""
     for name in NAMES:
         module: Any = types.ModuleType(f"vllm{name}")
@@ -62,7 +62,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     torch.manual_seed(0)
     impl: Any = vllm_attention.PagedImpl()
     impl.room = paged_kernels.Paged(GROUPS, DIM)
-    impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None}
+    impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None, "horizon": horizon}
     steps = {name: [n if n <= 4 else n * times for n in new] for name, new in STEPS.items()}
     texts = [sum(new) for new in zip(*steps.values(), strict=True)]
     pages = 10 * times
@@ -133,15 +133,21 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
         for number, made in enumerate(layer):
             q, k, v, states = (x[number].double()[None] for x in inputs)
             log_f = torch.nn.functional.logsigmoid(states @ weight.double().T + bias.double())
-            exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1)[0]
+            exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1, horizon=horizon)[0]
             errors.append(float((torch.cat(made) - exact).abs().max()))
     return {"readings": readings, "errors": errors, "padded": padded}
 
 
-def test_steps_of_all_kinds_give_forgetting_attention():
+@pytest.mark.parametrize("horizon", [None, "3.0"])
+def test_steps_of_all_kinds_give_forgetting_attention(horizon):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     runner = Path(__file__).parents[1] / "kernels" / "interpreted.py"
-    done = subprocess.run([sys.executable, str(runner), __file__], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(runner), __file__, *([horizon] if horizon else [])],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["readings"] == {
@@ -165,4 +171,10 @@ def test_two_layers_on_a_gpu():
 
 
 if __name__ == "__main__":
-    print(json.dumps(serve("cuda", times=8, layers=2) if "cuda" in sys.argv else serve()))
+    print(
+        json.dumps(
+            serve("cuda", times=8, layers=2)
+            if "cuda" in sys.argv
+            else serve(horizon=float(sys.argv[1]) if sys.argv[1:] else None)
+        )
+    )

@@ -47,8 +47,9 @@ def paged_engines():
         (None, {"half_life": (5.0, 500.0), "sink_tokens": 5, "rope": "drop"}),
         (100, {"half_life": (5.0, 500.0)}),
         (None, {"half_life": (5.0, 500.0), "gate_heads": "kv"}),
+        (None, {"half_life": (5.0, 50.0), "gate_heads": "kv", "horizon": 4.0}),
     ],
-    ids=["a sink", "five sinks", "window", "gates of kv heads"],
+    ids=["a sink", "five sinks", "window", "gates of kv heads", "a horizon"],
 )
 def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, stir, window, spec):
     """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""
@@ -87,15 +88,18 @@ REFUSED = {
     "adapters": ({"enable_lora": True}, "`retrofox merge` them first"),
     "ranks": ({"tensor_parallel_size": 3}, "heads"),  # vLLM's own line comes first
     "shifts": ({}, "k-shift needs each token's unshifted predecessor"),
+    "horizon": ({}, "horizon 8 is served on NVIDIA GPUs only"),
 }
 
 
 @pytest.fixture(scope="module")
 def said(served, tmp_path_factory, pico_llama) -> dict[str, str]:
     """What vLLM says of each configuration that it is to refuse, all asked in one process."""
-    shifted = tmp_path_factory.mktemp("shifted") / "fox"
-    retrofox.convert(pico_llama(**WIDE), fox=retrofox.FoxSpec(pro=("k-shift",))).save_pretrained(shifted)
-    asked = {name: (str(shifted if name == "shifts" else served), options) for name, (options, _) in REFUSED.items()}
+    models = {"shifts": {"pro": ("k-shift",)}, "horizon": {"horizon": 8.0}}
+    for name, spec in models.items():
+        models[name] = tmp_path_factory.mktemp(name) / "fox"
+        retrofox.convert(pico_llama(**WIDE), fox=retrofox.FoxSpec(**spec)).save_pretrained(models[name])
+    asked = {name: (str(models.get(name, served)), options) for name, (options, _) in REFUSED.items()}
     asked["nothing wrong"] = (str(served), {})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-c", CONFIGURE]
