@@ -19,18 +19,22 @@ FREE = ("cli",)
 """Rooms whose functions import, so that `retrofox --help` needs no torch."""
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module of retrofox, those that travel to the Hub included."""
+def modules(package: str = "retrofox", beside: Path = ROOT) -> dict[str, Path]:
+    """Dotted name -> file of every module of a package, those that travel to the Hub included."""
     found = {}
-    for file in sorted((ROOT / "retrofox").rglob("*.py")):
-        parts = file.relative_to(ROOT).with_suffix("").parts
+    for file in sorted((beside / package).rglob("*.py")):
+        parts = file.relative_to(beside).with_suffix("").parts
         found[".".join(parts).removesuffix(".__init__")] = file
     return found
 
 
+KERNELS = modules("fox_kernels", ROOT / "kernels")
+
+
 def imports(name: str, file: Path) -> list[tuple[str, bool]]:
-    """(imported module, whether inside a function) of every import of ours; those for type checkers left out."""
-    known, found = modules(), []
+    """(imported module, whether inside a function) of a module's imports from its own package, type checkers' aside."""
+    top = name.split(".")[0]
+    known, found = KERNELS if top == "fox_kernels" else modules(), []
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
 
     def visit(node: ast.AST, inside: bool) -> None:
@@ -47,7 +51,7 @@ def imports(name: str, file: Path) -> list[tuple[str, bool]]:
                     base = ".".join([*above, *([base] if base else [])])
                 names = [f"{base}.{alias.name}" for alias in child.names]
                 targets = [full if full in known else base for full in names]
-            found.extend((target, inside) for target in targets if target.split(".")[0] == "retrofox")
+            found.extend((target, inside) for target in targets if target.split(".")[0] == top)
             visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
     visit(ast.parse(file.read_text(encoding="utf-8")), False)
@@ -77,8 +81,9 @@ def test_no_function_hides_an_import_of_ours(name: str, file: Path):
     assert not hidden or room(name) in FREE, f"{name} imports {hidden} inside a function"
 
 
-def test_there_are_no_circles():
-    graph = {name: {t for t, _ in imports(name, file)} - {name} for name, file in modules().items()}
+@pytest.mark.parametrize("package", [modules(), KERNELS], ids=["retrofox", "fox_kernels"])
+def test_there_are_no_circles(package: dict[str, Path]):
+    graph = {name: {t for t, _ in imports(name, file)} - {name} for name, file in package.items()}
     done: set[str] = set()
 
     def walk(name: str, path: tuple[str, ...]) -> None:

@@ -15,9 +15,10 @@ import torch
 triton = pytest.importorskip("triton")
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.forward import SHAPES, SHORT, copyable, gluon_missing, halved, heads_per_group
+from fox_kernels.host.device import triton_version
 from fox_kernels.options import Documents, Options, Saved
 
-VERSION = hopper_forward.triton_version()
+VERSION = triton_version()
 KNOWN = VERSION in hopper_forward.RUN_WITH | hopper_forward.COMPILED_WITH
 needs_gluon = pytest.mark.skipif(not KNOWN, reason="what Gluon calls otherwise in this Triton is not known")
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from fox_kernels.hopper.forward import COMPILED_WITH, RUN_WITH, triton_version
+from fox_kernels.hopper.forward import COMPILED_WITH, RUN_WITH
+from fox_kernels.host.device import triton_version
 from twins import edges_torch
 
 pytestmark = pytest.mark.skipif(triton_version() not in RUN_WITH | COMPILED_WITH, reason="needs a Gluon that is known")

@@ -1,7 +1,6 @@
 """Launches the Gluon forward on Hopper, and says when it can't run (then the plain Triton kernels do)."""
 
 import functools
-import importlib.metadata
 import operator
 import os
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..common.blocks import LOG2_E
 from ..common.horizon import found_edges
-from ..host.device import capability, processors
+from ..host.device import capability, processors, triton_version
 from ..host.launch import Runner, names_of
 from ..host.strides import fits_tma, tma_strides
 from ..options import ONE_DOCUMENT, Documents, Options
@@ -55,15 +54,6 @@ def gluon_missing() -> str | None:
         return "triton is not installed"
     found = f"triton {version[0]}.{version[1]} is not 3.6, with which the Hopper kernels have been run"
     return f"{found}; they compile: FOX_KERNELS_UNPROVEN=1 takes them" if version in COMPILED_WITH else found
-
-
-def triton_version() -> tuple[int, int] | None:
-    """Return the installed Triton's major and minor version."""
-    try:
-        major, minor = importlib.metadata.version("triton").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return int(major), int(minor)
 
 
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces

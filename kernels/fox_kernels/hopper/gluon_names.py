@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .forward import triton_version
+from ..host.device import triton_version
 
 VERSION = triton_version() or (0, 0)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 
@@ -12,6 +13,15 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
+def triton_version() -> tuple[int, int] | None:
+    """Return the installed Triton's major and minor version."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
