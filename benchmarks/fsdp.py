@@ -10,8 +10,7 @@ with what the one before it has:
     before   gates one by one, then accelerate's: layers one by one, gradients and loss in bfloat16
     gates    all gates in the root's unit; gradients and loss in float32; the next unit gathered ahead
     units    layers together in units of 24M parameters
-    step     AdamW on each GPU's part of the tensors, without DTensor between
-    clip     the same for the gradients' norm: this is what `retrofox train` does
+    step     AdamW on each GPU's part of the tensors, without DTensor between: this is what `retrofox train` does
     kept     weights stay gathered between forward and backward (fsdp_reshard_after_forward: false)
 
 loss: after the last step, the mean over all GPUs' tokens; all but "alone" saw the same ones.
@@ -46,14 +45,14 @@ from retrofox.data.packed import IGNORE
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.param_groups import parameter_groups, set_trainable
-from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_modules, sharded_gradients, step_locally
+from retrofox.training.sharding import UNIT, shard, shard_new_modules, step_locally
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": SMOLLM2,
     "llama-3.2-1b": LONG["llama-3.2-1b"],
     "pico": LONG["pico"],
 }
-VARIANTS = ("alone", "ddp", "before", "gates", "units", "step", "clip", "kept")
+VARIANTS = ("alone", "ddp", "before", "gates", "units", "step", "kept")
 TARGETS = {"smollm2": 0.80, "llama-3.2-1b": 0.90}
 
 
@@ -97,7 +96,7 @@ class Cell:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, stage), betas=(stage.betas[0], stage.betas[1]), fused=True
         )
-        if variant in ("step", "clip", "kept"):
+        if variant in ("step", "kept"):
             step_locally(self.optimizer)
         ids = torch.randint(config.vocab_size, (max(1, tokens // window), window),
                             generator=torch.Generator().manual_seed(dist.get_rank()))  # fmt: skip
@@ -128,12 +127,7 @@ class Cell:
         """One optimizer step; the sum of this process's losses."""
         loss = self.parallel(**self.batch)
         (loss / self.targets).backward()
-        if self.variant in ("clip", "kept"):
-            gradients = sharded_gradients(self.model.parameters())
-            assert gradients is not None, "all gradients lie on one mesh"
-            clip_gradients(gradients, 1.0)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

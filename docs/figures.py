@@ -134,7 +134,7 @@ def context_parallel() -> str:
 
 def several_gpus() -> str:
     """Speed of a GPU of two, over that of one alone, from fsdp.json."""
-    names = {"ddp": "DDP", "clip": "FSDP2", "kept": "FSDP2, kept"}
+    names = {"ddp": "DDP", "step": "FSDP2", "clip": "FSDP2", "kept": "FSDP2, kept"}
     rows = [
         [row["shape"], row["window"], names[row["variant"]], f"{row['ratio']:.2f}", f"{row['peak_memory_gb']:.1f}"]
         for row in read("fsdp.json")["rows"]

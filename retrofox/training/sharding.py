@@ -8,12 +8,10 @@ an output gate as large as a projection has a unit of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -35,15 +33,6 @@ def sharding_of(accelerator: Any) -> str:
     if fsdp is not None:
         return f"FSDP ({fsdp.state_dict_type.name})"
     return "no sharding"
-
-
-def refuse_other_sharding(directory: Path, saved: str, now: str) -> None:
-    """Raises ValueError where a checkpoint's weights are in a form that this run can't read."""
-    if saved != now:
-        raise ValueError(
-            f"{directory} was saved with {saved}, this run has {now}: launch it with the "
-            "accelerate config it was begun with (on any number of processes), or choose another `output`"
-        )
 
 
 def shard_new_modules(model: Any, mesh: Any = None, least: int = 1) -> None:
@@ -159,31 +148,3 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
         return found
 
     optimizer._init_group = collect_parts  # type: ignore[method-assign]
-
-
-def sharded_gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor] | None:
-    """The gradients, if all lie sharded over one mesh of processes, on its devices; None: clip as torch does."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    sharded = [x for x in grads if isinstance(x, DTensor)]
-    meshes = list({x.device_mesh for x in sharded})
-    if len(sharded) < len(grads) or len(meshes) != 1 or meshes[0].ndim != 1:
-        return None
-    return sharded if sharded[0].to_local().device.type == meshes[0].device_type else None
-
-
-@torch.no_grad()
-def clip_gradients(gradients: Sequence[DTensor], most: float) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, of `sharded_gradients`: one sum of one number is sent.
-
-    Returns:
-        The norm before, a scalar tensor.
-    """
-    local = [x for each in gradients if (x := each.to_local()).numel()]
-    device = gradients[0].to_local().device
-    norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros((), device=device)]
-    squares = torch.stack(norms).square().sum()
-    dist.all_reduce(squares, group=gradients[0].device_mesh.get_group())
-    norm = squares.sqrt()
-    if local:
-        torch._foreach_mul_(local, (most / (norm + 1e-6)).clamp_max(1.0))
-    return norm

@@ -29,15 +29,7 @@ from retrofox.training.loss_spike import Guard
 from retrofox.training.optimizer_state import offloaded
 from retrofox.training.param_groups import group_schedules, parameter_groups, set_rates
 from retrofox.training.run import Run
-from retrofox.training.sharding import (
-    clip_gradients,
-    refuse_other_sharding,
-    shard_stage,
-    sharded_gradients,
-    sharding_of,
-    step_locally,
-    take_sharded,
-)
+from retrofox.training.sharding import shard_stage, sharding_of, step_locally, take_sharded
 
 
 class FoxTrainer(Trainer):
@@ -148,13 +140,6 @@ class FoxTrainer(Trainer):
                 step_locally(self.optimizer)
         return self.optimizer
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        gradients = sharded_gradients(model.parameters()) if self.is_fsdp_enabled else None
-        if gradients is None:
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
-        return clip_gradients(gradients, self.args.max_grad_norm)
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The stage's schedule in tokens, one factor per group."""
         if self.is_fsdp_enabled:
@@ -231,9 +216,12 @@ class FoxTrainer(Trainer):
             ValueError: its weights are in a form that this run can't read.
         """
         note = checkpoint.note_of(directory)
-        now = sharding_of(self.accelerator)
-        refuse_other_sharding(directory, note.get("sharding", now), now)  # older notes lack it, and the next two
-        self.history, self.eval_before = note.get("history", []), note.get("eval_before")
+        if note["sharding"] != (now := sharding_of(self.accelerator)):
+            raise ValueError(
+                f"{directory} was saved with {note['sharding']}, this run has {now}: launch it with the "
+                "accelerate config it was begun with (on any number of processes), or choose another `output`"
+            )
+        self.history, self.eval_before = note["history"], note["eval_before"]
         return note
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
