@@ -1,4 +1,4 @@
-"""Rows shared by several GPUs beside whole rows on one: time, bytes, overlap, error; accelerate's own cp beside them.
+"""Rows shared by several GPUs beside whole rows on one: time, overlap, error; accelerate's own cp beside them.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/context_parallel.json
 
@@ -6,11 +6,11 @@ Random weights; Llama-3.1-8B's shape is rank-16 adapters and gates on a frozen b
 backward of the whole model (bfloat16, full gradient checkpointing, gradients summed over the GPUs), every GPU alone
 with a row and then all of them with one row between them: ratio = seconds alone / (GPUs x seconds shared), 1 being
 ideal; with --context N, N GPUs share a row, the others have rows of their own, and the ratio's GPUs are a row's.
-`attention`: one layer's operator, forward and
-backward, with heads traded and as a ring. Cases: dense (gates open), packed (documents of an eighth of a row on
-average), gates (half-lives from 16 tokens to a row over the heads, a horizon of 16 nats). overlap: the share of the
-exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel.
-Published elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed) of the ideal speed on 8 x H800.
+`attention`: one layer's operator, forward and backward, with heads traded and with keys gathered. Cases: dense (gates
+open), packed (documents of an eighth of a row on average), gates (half-lives from 16 tokens to a row over the heads, a
+horizon of 16 nats). overlap: the share of the trade's own time that computing hides. error: root mean square beside
+float64, over that of one GPU's kernel. Published elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed)
+of the ideal speed on 8 x H800.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from retrofox.data.packed import IGNORE
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
-from retrofox.parallel.messages import KeyRing
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
@@ -184,24 +183,19 @@ def attention_row(bench: Bench, case: str, length: int, split: Degrees) -> dict[
         return both_ways(together(shards, options), parts, do_part)
 
     seconds = bench.seconds(shared)
-    mesh.traffic.reset()
-    shared()
-    traffic = {"bytes": dict(mesh.traffic.bytes), "hops": mesh.traffic.hops, "hops_saved": mesh.traffic.hops_saved}
-    if split.ring > 1:
-        share = overlap_of_ring(bench, shared, seconds)
-    else:
+    share = {}
+    if split.zigzag == 1:
         share = overlap_of_heads(bench, mesh, inputs, parts, do_part, here, options, seconds)
     return {
         "kind": "attention",
         "case": case,
         "length": length,
         "ulysses": split.ulysses,
-        "ring": split.ring,
+        "zigzag": split.zigzag,
         "seconds_alone": one,
         "seconds": seconds,
         "ratio": one / (split.context * seconds),
         **share,
-        **traffic,
     }
 
 
@@ -221,34 +215,6 @@ def overlap_of_heads(bench, mesh, inputs, parts, do_part, here, options, seconds
     moving = bench.seconds(trade)
     hidden = max(0.0, min(1.0, 1 - (seconds - computing) / moving))
     return {"seconds_moving": moving, "overlap": hidden}
-
-
-def overlap_of_ring(bench: Bench, shared: Callable[[], Any], seconds: float) -> dict[str, Any]:
-    """The ring again with every hop waited for at once: what that adds is what is hidden otherwise."""
-    spent = [0.0]
-    start = KeyRing.start
-
-    def at_once(self: KeyRing, hop: int) -> Any:
-        if bench.cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        exchange = start(self, hop)
-        exchange.wait()
-        if bench.cuda:
-            torch.cuda.synchronize()
-        spent[0] += time.perf_counter() - began
-        exchange.work = []
-        return exchange
-
-    KeyRing.start = at_once  # type: ignore[method-assign]
-    try:
-        waiting = bench.seconds(shared)
-        spent[0] = 0.0
-        shared()
-    finally:
-        KeyRing.start = start  # type: ignore[method-assign]
-    hidden = None if spent[0] == 0 else max(0.0, min(1.0, (waiting - seconds) / spent[0]))
-    return {"seconds_moving": spent[0], "overlap": hidden}
 
 
 def error_row(bench: Bench, length: int, split: Degrees) -> dict[str, Any]:
@@ -274,7 +240,7 @@ def error_row(bench: Bench, length: int, split: Degrees) -> dict[str, Any]:
         )
         dist.all_reduce(sums)
         found[name] = float((sums[0] / sums[1]).sqrt()) if sums[1] > 0 else None
-    return {"kind": "error over one GPU's", "length": length, "ulysses": split.ulysses, "ring": split.ring, **found}
+    return {"kind": "error over one GPU's", "length": length, "ulysses": split.ulysses, "zigzag": split.zigzag, **found}
 
 
 # the whole model ---------------------------------------------------------------------------------------------------
@@ -348,9 +314,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
 
     seconds_alone = attempt(bench, lambda: bench.seconds(lambda: run(step, whole)))
     parallel = DistributedDataParallel(step, device_ids=[bench.device.index] if bench.cuda else None)
-    mesh.traffic.reset()
     run(parallel, ready)
-    sent = {"bytes": dict(mesh.traffic.bytes), "hops": mesh.traffic.hops, "hops_saved": mesh.traffic.hops_saved}
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = bench.seconds(lambda: run(parallel, ready), warm=False)
@@ -360,14 +324,13 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
         "case": case,
         "length": length,
         "ulysses": split.ulysses,
-        "ring": split.ring,
+        "zigzag": split.zigzag,
         "seconds_alone": seconds_alone,
         "seconds": seconds,
         "groups": mesh.readers,
         "tokens_per_second_and_gpu": length / seconds / bench.context,
         "ratio": seconds_alone / (bench.context * seconds) if known else None,
         "published_ratio_of_ring_flash_attention": PUBLISHED.get(case),
-        **sent,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.cuda else None,
     }
 
@@ -447,7 +410,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, help="GPUs that share a row in steps; default: all")
     parser.add_argument("--error-length", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--ring", action="store_true", help="also the ring, at the first length")
+    parser.add_argument("--zigzag", action="store_true", help="also without trading heads, at the first length")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if torch.cuda.is_available():
@@ -467,7 +430,7 @@ def main() -> None:
         "rows": [],
     }
     best = degrees(bench.world, bench.shape["num_key_value_heads"])
-    ring = Degrees(1, bench.world)
+    zigzag = Degrees(1, bench.world)
 
     def keep(row: dict[str, Any]) -> None:
         result["rows"].append(bench.tell(row))
@@ -479,14 +442,14 @@ def main() -> None:
             torch.cuda.empty_cache()
 
     if "error" in options.parts:
-        for split in dict.fromkeys((best, ring)):
+        for split in dict.fromkeys((best, zigzag)):
             keep(error_row(bench, options.error_length, split))
     for length in options.lengths:
         for case in options.cases:
             if "attention" in options.parts:
                 keep(attention_row(bench, case, length, best))
-                if options.ring and ring != best and length == options.lengths[0]:
-                    keep(attention_row(bench, case, length, ring))
+                if options.zigzag and zigzag != best and length == options.lengths[0]:
+                    keep(attention_row(bench, case, length, zigzag))
             if "step" in options.parts:
                 keep(step_row(bench, case, length))
         if "accelerate" in options.parts:

@@ -213,7 +213,7 @@ class ParallelConfig(Section):
         default=1, ge=1, description="processes that share each row; those beyond it read other rows (DDP, FSDP2)"
     )
     ulysses: int | None = Field(
-        default=None, ge=1, description="of these, how many trade heads, the rest being a ring; None = as many as go"
+        default=None, ge=1, description="of these, how many trade heads, the rest gathering keys; None = as many as go"
     )
 
 

@@ -232,7 +232,7 @@ def _run(
         modes |= {mode: (mode, label) for mode, label in CONTROLS.items()}
     shared = None
     if asked.context > 1:
-        shared = shared_context.SharedLosses(asked.context, opened.model, max(len(w.token_ids) for w in chosen))
+        shared = shared_context.SharedLosses(asked.context, opened.model)
     total = sum(len(w.token_ids) for w in chosen)
     for name, (mode, label) in modes.items():
         reset_peak(opened.device)

@@ -41,16 +41,13 @@ def join(context: int, model: Any, **unshared: Any) -> str | None:
 class SharedLosses:
     """Losses of a converted model over documents that `context` processes share, each giving all of them.
 
-    Args:
-        longest: tokens of the longest document.
-
     Raises:
-        ValueError: a model, or a document of so many tokens, that can't be shared.
+        ValueError: a model whose documents can't be shared.
     """
 
-    def __init__(self, context: int, model: Any, longest: int = 1):
+    def __init__(self, context: int, model: Any):
         self.model, self.split = model, degrees(context, key_value_heads(model.config))
-        refuse_sharing(model, self._padded(longest), self.split)
+        refuse_sharing(model, self.split)
         self.mesh = build_mesh(self.split)
 
     def _padded(self, tokens: int) -> int:
@@ -74,7 +71,6 @@ class SharedLosses:
     def _losses(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(padded T,) float32, the loss of the token after each of (T,) tokens."""
         length = self._padded(len(token_ids))
-        refuse_sharing(self.model, length, self.split)
         token_ids = F.pad(token_ids, (0, length - len(token_ids)))[None]
         positions = torch.arange(length, device=token_ids.device)[None]
         targets = F.pad(token_ids[:, 1:], (0, 1), value=IGNORE)

@@ -7,32 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Degrees:
-    """How a context group of `context` processes is split: ulysses x ring.
+    """How a context group of `context` processes is split: ulysses x zigzag.
 
-    Process n of the group has place n % ulysses among those that trade heads, and n // ulysses on the ring.
+    Process n of the group has place n % ulysses among those that trade heads, and n // ulysses in the zigzag.
     """
 
     ulysses: int = 1
-    ring: int = 1
+    zigzag: int = 1
+
+    def __str__(self) -> str:
+        return f"heads x {self.ulysses}, zigzag of {self.zigzag}"
 
     @property
     def context(self) -> int:
         """Processes that share a row."""
-        return self.ulysses * self.ring
+        return self.ulysses * self.zigzag
 
     @property
     def unit(self) -> int:
         """What the length of a row is a multiple of."""
-        return self.context if self.ring == 1 else 2 * self.context
+        return self.context if self.zigzag == 1 else 2 * self.context
 
     @property
     def chunks(self) -> int:
-        """Pieces into which the ring cuts a row."""
-        return 1 if self.ring == 1 else 2 * self.ring
+        """Pieces into which the zigzag cuts a row."""
+        return 1 if self.zigzag == 1 else 2 * self.zigzag
 
     def chunks_of(self, place: int) -> list[int]:
-        """Pieces that a place on the ring holds: a zigzag, r and 2 R - 1 - r, so that all have as many keys to see."""
-        return [0] if self.ring == 1 else [place, 2 * self.ring - 1 - place]
+        """Pieces that place r of R in the zigzag holds: r and 2 R - 1 - r, so that all have as many keys to see."""
+        return [0] if self.zigzag == 1 else [place, 2 * self.zigzag - 1 - place]
 
     def segments(self, process: int, length: int) -> list[tuple[int, int]]:
         """[start, stop) of the stretches of a row of `length` tokens that a process of the group holds, in order."""

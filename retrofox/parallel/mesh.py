@@ -1,8 +1,8 @@
-"""The process groups of context parallelism, and what has been sent through them."""
+"""The process groups of context parallelism, and what is gathered over them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,34 +12,11 @@ from retrofox.parallel.layout import Degrees
 
 
 @dataclass
-class Traffic:
-    """What attention sent from this process since `reset`.
-
-    Attributes:
-        bytes: by kind: "heads" (tokens for heads), "keys" (the ring's keys, values and gates), "gradients" (the way
-            back), "summaries" (the gates' sums, sinks, shifts).
-        hops, hops_saved: (row, chunk of keys, chunk of queries, kv head) for which keys had to move, and for which
-            documents, windows or a horizon showed that none had to.
-    """
-
-    bytes: dict[str, int] = field(default_factory=dict)
-    hops: int = 0
-    hops_saved: int = 0
-
-    def add(self, kind: str, tensor: torch.Tensor, share: float = 1.0) -> None:
-        """Counts a tensor, of which `share` goes to other processes."""
-        self.bytes[kind] = self.bytes.get(kind, 0) + int(tensor.numel() * tensor.element_size() * share)
-
-    def reset(self) -> None:
-        self.bytes, self.hops, self.hops_saved = {}, 0, 0
-
-
-@dataclass
 class Mesh:
-    """This process's place: in a context group (`rank`), among those that trade heads, and on the ring.
+    """This process's place: in a context group (`rank`), among those that trade heads, and among those that gather.
 
     Attributes:
-        group: all processes of the context group; ulysses_group, ring_group: those in one row and in one column of it.
+        group: all processes of the context group; ulysses_group, zigzag_group: those in one row and one column of it.
         readers, reader: how many context groups the run has, and which is this one: what data parallelism counts.
     """
 
@@ -47,10 +24,9 @@ class Mesh:
     rank: int
     group: dist.ProcessGroup
     ulysses_group: dist.ProcessGroup | None
-    ring_group: dist.ProcessGroup | None
+    zigzag_group: dist.ProcessGroup | None
     readers: int
     reader: int
-    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def size(self) -> int:
@@ -58,32 +34,56 @@ class Mesh:
         return self.degrees.context
 
     @property
-    def ring_rank(self) -> int:
-        """Place on the ring."""
-        return self.rank // self.degrees.ulysses
+    def chunks(self) -> list[int]:
+        """The chunks of a row that this process's heads attend from."""
+        return self.degrees.chunks_of(self.rank // self.degrees.ulysses)
 
-    def on_ring(self, place: int) -> int:
-        """The global rank of a place on this process's ring."""
-        return (
-            self.reader * self.size
-            + (place % self.degrees.ring) * self.degrees.ulysses
-            + (self.rank % self.degrees.ulysses)
-        )
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(processes, ...): everyone's tensor in the context group; its gradient goes back to where it came from."""
+        return _Gather.apply(self.group, self.size, tensor)[0]
 
-    def gathered(self, tensor: torch.Tensor, ring_only: bool = False) -> torch.Tensor:
-        """(processes, ...): everyone's tensor, of the context group or of the ring; without a gradient."""
-        count = self.degrees.ring if ring_only else self.size
-        found = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        # In a list: the form into one tensor has another name in each version of torch.
-        dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.ring_group if ring_only else self.group)
-        self.traffic.add("summaries", tensor, share=count - 1)
-        return found
+    def whole_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors (B, t, ...), the chunks of this process one after the other -> (B, T, ...), with a gradient."""
+        degrees = self.degrees
+        held = [chunk for place in range(degrees.zigzag) for chunk in degrees.chunks_of(place)]
+        rows = []
+        for found in _Gather.apply(self.zigzag_group, degrees.zigzag, *tensors):  # (zigzag, B, t, ...)
+            chunks = found.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
+            rows.append(torch.cat([chunks[held.index(number)] for number in range(degrees.chunks)], 1))
+        return rows
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the context group, without a gradient."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors -> (processes, ...) each; all in one function, so that all processes exchange gradients in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        results = []
+        for x in tensors:
+            found = x.new_empty(count, *x.shape)
+            # In a list: the form into one tensor has another name in each version of torch.
+            dist.all_gather(list(found.unbind()), x.contiguous(), group=group)
+            results.append(found)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        results: list[torch.Tensor | None] = [None, None]
+        for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=True):
+            if needed:
+                shares = torch.empty_like(grad, memory_format=torch.contiguous_format)
+                dist.all_to_all_single(shares, grad.contiguous(), group=ctx.group)
+                results.append(shares.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype))
+            else:
+                results.append(None)
+        return tuple(results)
 
 
 def build_mesh(split: Degrees) -> Mesh:
@@ -101,17 +101,15 @@ def build_mesh(split: Degrees) -> Mesh:
         return found
 
     firsts = range(0, world, split.context)
-    u, r = split.ulysses, split.ring
+    u, z = split.ulysses, split.zigzag
     group = mine([list(range(first, first + split.context)) for first in firsts])
     assert group is not None, "a context group has at least two processes"
-    ulysses_group = mine([[first + place * u + i for i in range(u)] for first in firsts for place in range(r)])
-    ring_group = mine([[first + place * u + i for place in range(r)] for first in firsts for i in range(u)])
     return Mesh(
         split,
         rank % split.context,
         group,
-        ulysses_group,
-        ring_group,
+        ulysses_group=mine([[first + place * u + i for i in range(u)] for first in firsts for place in range(z)]),
+        zigzag_group=mine([[first + place * u + i for place in range(z)] for first in firsts for i in range(u)]),
         readers=world // split.context,
         reader=rank // split.context,
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from retrofox.anatomy import attentions, causal_lm, is_converted, sliding_window
+from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import ParallelConfig
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.parallel.layout import Degrees, degrees
-from retrofox.parallel.shards import check_length
 from retrofox.support.launches import shards_weights
 
 PREFIX = "PARALLELISM_CONFIG_"
@@ -82,12 +81,10 @@ def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
         )
 
 
-def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context") -> None:
-    """Raises ValueError for a model, or rows, that a context group can't share.
+def refuse_sharing(model: Any, split: Degrees, name: str = "context") -> None:
+    """Raises ValueError for a model, on any device, whose rows a context group can't share.
 
     Args:
-        model: on any device.
-        length: tokens of a row.
         name: what the caller's setting is called.
     """
     if split.context == 1:
@@ -97,18 +94,8 @@ def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context
             "parallel.context shares rows for Forgetting Attention only: give `fox:` to the recipe, or train an "
             "unconverted model with DDP or FSDP2"
         )
-    config = causal_lm(model).config
-    if depends_on_length(config):
+    if depends_on_length(causal_lm(model).config):
         raise ValueError(
             f"{name}: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
             f"one process sees: take another rope_type, or {name} 1"
-        )
-    check_length(length, split)
-    chunk = length // split.chunks
-    windows = {window for _, module in attentions(causal_lm(model)) if (window := sliding_window(module)) is not None}
-    if split.ring > 1 and windows and min(windows) < chunk:
-        raise ValueError(
-            f"{name}: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "
-            f"so most of what it sends is out of sight. Take a context that divides the {key_value_heads(config)} "
-            f"key/value heads (there is no ring then), or rows of at most {min(windows) * split.chunks} tokens"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,8 @@ import torch
 
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh
-from retrofox.parallel.plan import RingPlan
-from retrofox.parallel.previous_token import predecessors
-from retrofox.parallel.ring import ring_attention
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
+from retrofox.parallel.zigzag import zigzag_attention
 
 BY_TOKEN = ("input_ids", "position_ids", "targets")
 """Entries of a batch with a row for every token, (B, T)."""
@@ -66,7 +65,7 @@ def check_length(length: int, split: Degrees) -> None:
     """Raises ValueError for rows that don't divide among a context group."""
     if length % split.unit:
         below = max(1, length // split.unit) * split.unit
-        parts = f"{split.context} processes" + (" in a zigzag, two pieces each" if split.ring > 1 else "")
+        parts = f"{split.context} processes" + (" in a zigzag, two pieces each" if split.zigzag > 1 else "")
         raise ValueError(
             f"rows of {length} tokens don't divide among {parts}: give a multiple of {split.unit}, such as {below} or "
             f"{below + split.unit}"
@@ -80,7 +79,6 @@ class Shards:
         self.mesh, self.rows = mesh, rows
         self.cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device, non_blocking=True)
         self.row_targets = rows.row_targets.to(device, non_blocking=True)
-        self._plans: dict[tuple[int | None, int], RingPlan] = {}
 
     def attend(
         self,
@@ -103,19 +101,13 @@ class Shards:
         """
         q, k, v = heads_for_tokens(self.mesh, *(x.transpose(1, 2) for x in (query, key, value)))
         gates = heads_for_tokens(self.mesh, log_f[..., None])[0][..., 0]
-        if self.mesh.degrees.ring == 1:
+        if self.mesh.degrees.zigzag == 1:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = locally(q, k, v, gates, self.cu_seqlens, options)
         else:
-            out = ring_attention(self.mesh, self._plan(options), q, k, v, gates, options, locally)
+            documents = [self.rows.documents(row) for row in range(self.rows.batch)]
+            out = zigzag_attention(self.mesh, documents, q, k, v, gates, options, locally)
         return tokens_for_heads(self.mesh, out)
-
-    def _plan(self, options: dict[str, Any]) -> RingPlan:
-        kind = options["window"], options["sink"]
-        if kind not in self._plans:
-            rows = [self.rows.documents(row) for row in range(self.rows.batch)]
-            self._plans[kind] = RingPlan(rows, self.rows.length, self.mesh.degrees, *kind)
-        return self._plans[kind]
 
     def shifted(
         self,
@@ -132,3 +124,25 @@ class Shards:
             at = part.stop
             parts.append(shift(states[:, part], before[:, number], joined[:, part], hidden_states[:, part]))
         return torch.cat(parts, 1)
+
+
+def predecessors(mesh: Mesh, states: torch.Tensor, length: int) -> torch.Tensor:
+    """The token before each stretch of a row that this process holds; zeros where there is none.
+
+    Args:
+        states: (B, t, ...), this process's tokens of rows of `length` tokens.
+
+    Returns:
+        (B, stretches, ...), with a gradient that reaches the process they came from.
+    """
+    everyone = [mesh.degrees.segments(process, length) for process in range(mesh.size)]
+    mine, most = everyone[mesh.rank], max(map(len, everyone))
+    ends = [end - 1 for end in itertools.accumulate(stop - start for start, stop in mine)]
+    ends += ends[-1:] * (most - len(ends))  # all processes gather as many tokens
+    found = mesh.gathered(states[:, ends])
+    holder = {stop: (process, n) for process, segments in enumerate(everyone) for n, (_, stop) in enumerate(segments)}
+    places = [holder.get(start, (0, 0)) for start, _ in mine]
+    before = torch.stack([found[process, :, number] for process, number in places], 1)
+    # A mask, not other zeros: every process takes part in the exchange of gradients.
+    first = torch.tensor([start == 0 for start, _ in mine], device=states.device)
+    return before.masked_fill(first.view(1, -1, *[1] * (states.dim() - 2)), 0.0)

@@ -180,7 +180,11 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
-        + ("" if mesh is None else f"; rows shared by {split.context}: heads x {split.ulysses}, ring of {split.ring}"),
+        + (
+            ""
+            if mesh is None
+            else f"; rows shared by {split.context}: heads x {split.ulysses}, zigzag of {split.zigzag}"
+        ),
     )
     shape = known_shape(causal_lm(model).config)
     clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), state.device)

@@ -21,6 +21,7 @@ from retrofox.data.sources import resolve
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import context_of, readers_of, refuse_processes, refuse_sharing, split_of
+from retrofox.parallel.shards import check_length
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.memory import Setting, cpu_memory, memory
 from retrofox.planning.plan import advice, launched_sharding
@@ -224,7 +225,9 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
             raise ValueError(
                 f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt"
             )
-    refuse_sharing(model, stage.sequence_length, split_of(recipe.parallel, causal_lm(model).config), "parallel.context")
+    split = split_of(recipe.parallel, causal_lm(model).config)
+    refuse_sharing(model, split, "parallel.context")
+    check_length(stage.sequence_length, split)
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
     budget, gates = getattr(stage, "budget", None), trained & {"gate_bias", "gate_weight"}
     for key, idle in (

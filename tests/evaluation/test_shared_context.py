@@ -9,11 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from transformers import MistralConfig, MistralForCausalLM
 
-import retrofox
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.shared_context import SharedLosses
 
 
 @pytest.fixture
@@ -69,20 +66,3 @@ def test_an_unconverted_model_is_refused_before_loading(texts, pico_checkpoint, 
     )
     with pytest.raises(ValueError, match=r"is not converted: convert it"):
         evaluate(str(pico_checkpoint), data=str(texts), length=64, context=2, progress=False)
-
-
-def test_the_longest_document_is_refused_before_any_is_read():
-    config = MistralConfig(
-        vocab_size=96,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=20,
-    )
-    model = retrofox.convert(MistralForCausalLM(config), fox=retrofox.FoxSpec(rope="keep"))
-    with pytest.raises(
-        ValueError, match=r"^context: a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"
-    ):
-        SharedLosses(2, model, longest=101)  # the first document may be short

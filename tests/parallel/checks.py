@@ -105,7 +105,6 @@ def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
     (wanted * do.transpose(1, 2)).sum().backward()
     keep = torch.cat([torch.arange(*each) for each in mesh.degrees.segments(mesh.rank, length)])
     parts = [x[:, :, keep].clone().requires_grad_() for x in (q, k, v)] + [log_f[:, keep].clone().requires_grad_()]
-    mesh.traffic.reset()
     shards = Shards(mesh, Rows(batch, length, cu_seqlens, torch.zeros(batch)), CPU)
     found = shards.attend(parts[0], parts[1], parts[2], parts[3], options, attend_locally)
     (found * do.transpose(1, 2)[:, keep]).sum().backward()
@@ -114,17 +113,9 @@ def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
         assert part.grad is not None
         assert x.grad is not None
         errors.append(difference(part.grad, x.grad.index_select(dim, keep), float(x.grad.abs().max())))
-    split = f"{mesh.degrees.ulysses}x{mesh.degrees.ring}"
+    split = f"{mesh.degrees.ulysses}x{mesh.degrees.zigzag}"
     kind = "one document" if documents is None else "edges" if documents is EDGES else "packed"
-    traffic = mesh.traffic
-    tell(
-        f"operator {split} {name} {kind}",
-        error=max(errors),
-        hops=traffic.hops,
-        saved=traffic.hops_saved,
-        keys=traffic.bytes.get("keys", 0),
-        gradients=traffic.bytes.get("gradients", 0),
-    )
+    tell(f"operator {split} {name} {kind}", error=max(errors))
 
 
 def batch_of(length: int, documents: list[int] | None, skip: int = 0) -> dict[str, Any]:
@@ -187,7 +178,7 @@ def training(meshes: list[Mesh], name: str, documents: list[int] | None, skip: i
         kind += " skipping" if skip else ""
         summed = mesh.sum(torch.cat((ours.detach()[None], our_metrics)))
         tell(
-            f"training {mesh.degrees.ulysses}x{mesh.degrees.ring} {name} {kind}",
+            f"training {mesh.degrees.ulysses}x{mesh.degrees.zigzag} {name} {kind}",
             error=worst,
             nats=float(summed[0]),
             loss=difference(summed, torch.cat((loss.detach()[None], metrics))),

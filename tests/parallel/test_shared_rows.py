@@ -80,20 +80,3 @@ def test_every_family_shares_rows(two):
     found = of(two, "family")
     assert len(found) == len(rows())
     assert {name: f["error"] for name, f in found.items() if not f["error"] < ROUNDING} == {}
-
-
-def test_the_ring_ends_early_where_gates_are_shut(four):
-    dense, cut = four["operator 1x4 plain one document"], four["operator 1x4 horizon one document"]
-    assert dense["saved"] == 0
-    assert cut["saved"] > dense["hops"] / 2
-    assert cut["keys"] < 0.6 * dense["keys"]
-    assert cut["gradients"] < 0.6 * dense["gradients"]
-
-
-def test_documents_end_the_ring_early_too(four):
-    assert four["operator 1x4 plain packed"]["keys"] < 0.6 * four["operator 1x4 plain one document"]["keys"]
-
-
-def test_heads_alone_send_no_keys(two):
-    assert two["operator 2x1 plain one document"]["keys"] == 0
-    assert two["operator 1x2 plain one document"]["keys"] > 0

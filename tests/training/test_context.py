@@ -59,7 +59,7 @@ def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_re
     train(load_recipe(whole))
     killed = run_recipe(file, "SIGKILL", 3, 2, 1, **CP_OF_ACCELERATE)
     assert killed.returncode != 0
-    assert "rows shared by 2: heads x 2, ring of 1" in killed.stderr
+    assert "rows shared by 2: heads x 2, zigzag of 1" in killed.stderr
     assert load_recipe(file).parallel.context == 1  # it was accelerate's
     train(load_recipe(file))
     same(file, whole)
@@ -67,12 +67,12 @@ def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_re
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_recipe):
-    # 1: a ring of two; heads that trade are covered above
+    # 1: keys are gathered; heads that trade are covered above
     parallel = {"context": 2, "ulysses": 1}
     whole, file = (recipe_for(name, parallel=parallel) for name in ("whole", "stopped"))
     done = run_recipe(whole, processes=2)
     assert done.returncode == 0, done.stderr
-    assert "ring of 2" in done.stderr
+    assert "zigzag of 2" in done.stderr
     stopped = run_recipe(file, "SIGTERM", 3, 2, 1)
     assert "signal 15: saved at step 4" in stopped.stderr, stopped.stderr
     resumed = run_recipe(file, processes=2)
@@ -147,12 +147,7 @@ def test_what_can_not_be_shared_is_refused_beforehand(recipe_for, values, proces
     ("changes", "parallel", "reason"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "dynamic or longrope"),
-        (
-            {"model_type": "mistral", "sliding_window": 7},
-            {"ulysses": 1},
-            "parallel.context: a sliding window of 7 tokens is smaller than",
-        ),
-        ({"model_type": "mistral", "sliding_window": 7}, {}, None),  # trading heads sees whole rows
+        ({"model_type": "mistral", "sliding_window": 7}, {"ulysses": 1}, None),
     ],
 )
 def test_models_that_can_not_share_rows_are_refused(recipe_for, tmp_path, changes, parallel, reason):
