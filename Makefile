@@ -50,16 +50,19 @@ docs: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)
 
-# Import, convert, parity, generate, save, load, train. uv finds the releases; torch is PyPI's, with CUDA.
+# Of the package as built: convert, parity, generate, save, load, train. uv finds the releases; torch is PyPI's, with CUDA.
 test-oldest test-newest: test-%: .%/.ready
-	.$*/bin/python -m pytest $(PARALLEL) $(TESTS)
+	rm -rf build .$*/dist
+	$(BIN)/uv build -q -o .$*/dist
+	$(BIN)/uv pip install -q --python .$*/bin/python --no-deps --reinstall .$*/dist/*.whl
+	.$*/bin/pytest $(PARALLEL) $(TESTS)
 
 .oldest/.ready: RESOLUTION := lowest-direct
 .newest/.ready: RESOLUTION := highest
 .oldest/.ready .newest/.ready: %/.ready: pyproject.toml $(VENV)/.ready
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv venv -q --clear --python $(BIN)/python $*
-	$(BIN)/uv pip install -q --python $*/bin/python --resolution $(RESOLUTION) -e .
+	$(BIN)/uv pip install -q --python $*/bin/python --resolution $(RESOLUTION) .
 	$(BIN)/uv pip install -q --python $*/bin/python pytest pytest-timeout pytest-xdist hypothesis "numpy<2.4"
 	touch $@
 
