@@ -22,6 +22,7 @@ from figures import table
 
 from retrofox.cli.app import app
 from retrofox.config import schema
+from retrofox.config.shipped import shipped
 from retrofox.fox_spec import PRESETS, FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -169,11 +170,9 @@ def presets() -> str:
 
 def shipped_recipes() -> str:
     """The recipes and launch files that ship, a line each, as `retrofox recipes ls` has them."""
-    from typer.testing import CliRunner  # only here: it is made for tests
-
-    found = json.loads(CliRunner().invoke(app, ["recipes", "ls", "--json"]).stdout)
-    recipes = [[f"`{row['name']}`", *row["short"].split(" | ")] for row in found if "short" in row]
-    launches = [[f"`{row['name']}`", row["about"]] for row in found if "short" not in row]
+    rows = [[f"`{recipe.name}`", *recipe.row()] for recipe in shipped()]
+    recipes = [row[:4] for row in rows if len(row) > 2]
+    launches = [row for row in rows if len(row) == 2]
     header = ["recipe", "for", "GPUs", "time"]
     return f"{table(header, recipes, left=4)}\n\n{table(['launch file', 'for'], launches, left=2)}"
 

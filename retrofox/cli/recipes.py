@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +13,14 @@ Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` giv
 
 
 @app.command("ls")
-def ls(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
+def ls() -> None:
     """Lists the recipes and the launch files for several GPUs: what for, GPUs, time, model. `show` has the rest."""
     from retrofox.config.shipped import shipped
 
-    recipes = shipped()
-    if as_json:
-        print(json.dumps([{"name": r.name, "about": r.about, **r.facts} for r in recipes], indent=2))
-        return
-    rows = [[recipe.name, *recipe.row()] for recipe in recipes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [[recipe.name, *recipe.row()] for recipe in shipped()]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
 
 
 @app.command("show")

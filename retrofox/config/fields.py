@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -16,8 +16,6 @@ from retrofox.spec_values import TOKENS
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
 logger = logging.getLogger(__name__)
-FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
-"""Keys of a `fox:` section that take whole tokens alone."""
 
 
 def _whole(value: object) -> object:
@@ -37,7 +35,7 @@ def _tokens(value: Any) -> Any:
     return math.inf if value == "inf" else parse_count(value)
 
 
-def read_fox(value: object) -> FoxSpec:
+def read_fox(value: Any) -> FoxSpec:
     """The spec of a `fox:` section, whose tokens may have suffixes.
 
     Raises:
@@ -45,29 +43,9 @@ def read_fox(value: object) -> FoxSpec:
     """
     if isinstance(value, FoxSpec):
         return value
-    if not isinstance(value, dict):
-        raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
-    values = {str(key): _tokens(item) if key in TOKENS else item for key, item in value.items()}
-    for key in FOX_COUNTS & values.keys():
-        count = values[key]
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"{key} must be {ALLOWED}, 0 or more; got {value[key]!r}")
-    try:
-        return FoxSpec.from_dict(values)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{_of_wrong_type(values)} ({error})") from None
-
-
-def _of_wrong_type(values: dict[str, Any]) -> str:
-    """Which value of a `fox:` section has a type that can't be meant."""
-    for key, item in values.items():
-        try:
-            FoxSpec.from_dict({key: item})
-        except (TypeError, AttributeError):
-            return f"{key} has the wrong type: {item!r}"
-        except ValueError:
-            continue
-    return "a value has the wrong type"
+    if isinstance(value, dict):
+        value = {str(key): _tokens(item) if key in TOKENS else item for key, item in value.items()}
+    return FoxSpec.from_dict(value)
 
 
 whole = BeforeValidator(_whole, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{PATTERN}$")])
@@ -78,30 +56,6 @@ Positive = Annotated[int, whole, Field(gt=0, le=MOST)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(read_fox), PlainSerializer(lambda spec: spec.to_dict())]
-
-
-def zero(why: str) -> AfterValidator:
-    """A rate that must be 0 in stages of one objective."""
-
-    def check(rate: float) -> float:
-        if rate:
-            raise ValueError(f"must be 0 or left out, got {rate:g}: {why}")
-        return rate
-
-    return AfterValidator(check)
-
-
-def without_idle_nulls(*kinds: type[BaseModel]) -> Callable[[Any], Any]:
-    """Drops `key: null` where only some of the kinds of a section have the key: recipes of earlier runs hold these."""
-    names = [set(kind.model_fields) for kind in kinds]
-    of_some = set.union(*names) - set.intersection(*names)
-
-    def drop(values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if value is not None or key not in of_some}
-
-    return drop
 
 
 @functools.cache
@@ -117,30 +71,42 @@ class Section(BaseModel):
     told_by: ClassVar[str] = ""
     """The key that tells a section's kinds apart, where there are several."""
 
-    elsewhere: ClassVar[dict[str, str]] = {}
-    """Other programs' names for keys of this section -> ours."""
-
-    left_out: ClassVar[dict[str, str]] = {}
-    """Other programs' keys without a counterpart here -> why there is none."""
+    hints: ClassVar[dict[str, str]] = {}
+    """Other programs' names for keys of this section, or keys without a counterpart here -> what to do."""
 
     old_names: ClassVar[dict[str, str]] = {}
     """Former names of keys of this section -> their names, for recipes of then."""
 
     gone: ClassVar[dict[str, Any]] = {}
-    """Keys that are no more -> their defaults, which runs of then wrote out and which are left out."""
+    """Keys that are no more -> their defaults, which runs of then wrote out and which are left out; ...: any value."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_then(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = {key: value for key, value in values.items() if key not in cls.gone or value != cls.gone[key]}
-        for old, new in cls.old_names.items():
-            if old in values and new in values:
-                raise ValueError(f"{old} is the old name of {new}: remove it")
-            if old in values:
-                _say_once(f"{old} is the old name of {new}")
-        return {cls.old_names.get(key, key): value for key, value in values.items()}
+        kept = {}
+        for key, value in values.items():
+            if value is None and (key not in cls.model_fields or cls.model_fields[key].default is not None):
+                continue  # a default, or a key of another objective, as runs of then wrote them out
+            if key in cls.gone and cls.gone[key] in (..., value):
+                if cls.gone[key] is ...:
+                    _say_once(f"{key} is no more: it is left out")
+                continue
+            if key in cls.old_names:
+                _say_once(f"{key} is the old name of {cls.old_names[key]}")
+            kept[cls.old_names.get(key, key)] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Section:
+        if found := [text for broken, text in self._rules() if broken]:
+            raise ValueError("; ".join(found))
+        return self
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """Rules between fields: whether one is broken, and what to do then."""
+        yield from ()
 
     @classmethod
     def tags(cls) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def _lines(errors: Sequence[Any]) -> list[str]:
 
 def _explain(item: Any) -> tuple[str, str]:
     """One pydantic error as the key of the recipe and a sentence: what was given, what is allowed."""
-    place, section, others = _trace(item["loc"])
+    place, section, siblings = _trace(item["loc"])
     kind, given, context = item["type"], item["input"], item.get("ctx", {})
     shown = _shown(given)
     if kind == "union_tag_not_found":
@@ -109,45 +109,49 @@ def _explain(item: Any) -> tuple[str, str]:
     key = ".".join(place) or "recipe"
     if kind == "missing":
         return key, "required key is missing"
-    others = {**section.left_out, **others}
-    if kind == "extra_forbidden" and place[-1] in others:
-        return key, f"{others[place[-1]]}: remove it, given {shown}"
     if kind == "extra_forbidden":
-        known, ours = list(section.model_fields), section.elsewhere.get(place[-1])
-        hint = f" (did you mean {ours}?)" if ours else _did_you_mean(place[-1], known)
-        return key, f"unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
+        known = list(section.model_fields)
+        hint = section.hints.get(place[-1]) or _owners(place[-1], siblings) or _did_you_mean(place[-1], known)
+        hint = "is no more: remove it" if place[-1] in section.gone else hint
+        return key, f"unknown key, given {shown}{hint and f' ({hint})'}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
         allowed = context["expected"]
         hint = _did_you_mean(given, re.findall(r"'([^']*)'", allowed))
-        return key, f"given {shown}, allowed {allowed}{hint}"
+        return key, f"given {shown}, allowed {allowed}{hint and f' ({hint})'}"
     message = item["msg"].removeprefix("Value error, ")
     return key, message[0].lower() + message[1:] + ("" if kind == "value_error" else f", given {shown}")
 
 
 def _did_you_mean(given: object, known: list[str]) -> str:
     near = difflib.get_close_matches(str(given), known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
-def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], dict[str, str]]:
-    """The keys on the way to an error; its section; what takes the keys of the section's other kinds."""
+def _owners(name: str, kinds: list[type[Section]]) -> str:
+    """Which kinds of a section take a key: "belongs to objective distill"."""
+    owners = [tag for kind in kinds if name in kind.model_fields for tag in kind.tags()]
+    return f"belongs to {kinds[0].told_by} {' and '.join(owners)}: remove it" if owners else ""
+
+
+def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], list[type[Section]]]:
+    """The keys on the way to an error, its section, and all kinds of that section where there are several."""
     place: list[str] = []
     kinds: list[type[Section]] = [Recipe]
-    section, others = kinds[0], {}
+    siblings: list[type[Section]] = []
     for part in loc:
         if len(kinds) > 1 and isinstance(part, str):  # the kind of a section, which pydantic puts into the place
-            others = {name: _belongs(name, kinds, part) for kind in kinds for name in kind.model_fields}
-            kinds = [kind for kind in kinds if part in kind.tags()]
-            section = kinds[0]
+            siblings, kinds = kinds, [kind for kind in kinds if part in kind.tags()]
             continue
         if part in _UNION_MEMBERS or "[" in str(part):
             continue
         place.append(str(part))
-        if isinstance(part, str) and len(kinds) == 1 and part in kinds[0].model_fields:
-            kinds = _sections(kinds[0].model_fields[part].annotation) or kinds
-            if len(kinds) == 1:
-                section, others = kinds[0], {}
-    return place, section, others
+        if (
+            isinstance(part, str)
+            and part in kinds[0].model_fields
+            and (sections := _sections(kinds[0].model_fields[part].annotation))
+        ):
+            kinds, siblings = sections, []
+    return place, kinds[0], siblings
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
@@ -155,9 +159,3 @@ def _sections(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in get_args(annotation) for section in _sections(inner)]
-
-
-def _belongs(name: str, kinds: list[type[Section]], tag: str) -> str:
-    """Which kinds of a section take a key: "belongs to objective distill, and this one is align"."""
-    owners = [kind for owner in kinds if name in owner.model_fields for kind in owner.tags()]
-    return f"belongs to {kinds[0].told_by} {' and '.join(owners)}, and this one is {tag}"

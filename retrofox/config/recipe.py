@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from retrofox.config.fields import Fox, Place, Positive, Section
 from retrofox.config.stage import AnyStage
@@ -16,10 +17,11 @@ class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
     old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+    gone: ClassVar[dict[str, Any]] = {"reflow": 0.0, "recase": 0.0}
 
     path: str = Field(min_length=1)
     weight: float = Field(
-        default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources; in `eval`, none"
+        default=1.0, ge=1e-3, le=1e3, description="share of the tokens, relative to the other sources; in `eval`, none"
     )
     text_field: str | None = Field(
         default=None,
@@ -27,24 +29,15 @@ class Source(Section):
     )
     fact_share: float | None = Field(default=None, ge=0, le=1, description="None = data.fact_share; in `eval`, 0")
     questions: float | None = Field(default=None, ge=0, le=1, description="None = data.questions; in `eval`, 0")
-    reflow: float = Field(
-        default=0.0, ge=0, le=1, description="share of the documents whose long lines are broken at 60 to 80 columns"
-    )
-    recase: float = Field(
-        default=0.0, ge=0, le=1, description="share of the documents that are put in lower or in upper case"
-    )
     chat: bool = Field(
         default=False,
         description="the field holds messages, [{role, content}, ...]: they take the form of the tokenizer's chat "
         "template, and only what the assistant says is learnt",
     )
 
-    @model_validator(mode="after")
-    def _chat_as_it_is(self) -> Source:
-        for name in ("fact_share", "questions", "reflow", "recase"):
-            if self.chat and getattr(self, name):
-                raise ValueError(f"{name} changes texts, not conversations: remove it, or chat")
-        return self
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        facts = bool(self.fact_share or self.questions)
+        yield self.chat and facts, "fact_share and questions change texts, not conversations: remove them, or chat"
 
 
 def _source(value: object) -> object:
@@ -58,6 +51,7 @@ class DataConfig(Section):
     """Where documents come from and how they become tokens."""
 
     old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+    gone: ClassVar[dict[str, Any]] = {"workers": ...}
 
     train: list[SourceOrPath] = Field(min_length=1)
     eval: list[SourceOrPath] = Field(default=[])
@@ -79,29 +73,10 @@ class DataConfig(Section):
         default=True,
         description="special tokens spelled out in a text, such as </s>, are plain text; false = they become the token",
     )
-    workers: int | None = Field(default=None, ge=1, description="tokenising threads; None = all cores")
 
-    @model_validator(mode="after")
-    def _held_out_evenly(self) -> DataConfig:
-        for number, source in enumerate(self.eval):
-            if source.weight != 1.0:
-                raise ValueError(
-                    f"eval.{number}.weight: weights are for texts to train on; held-out windows come evenly from all "
-                    f"sources: remove it, got {source.weight:g}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _asked_of_something(self) -> DataConfig:
-        sources = (*self.read_as(), *self.eval)
-        without = [source.path for source in sources if source.questions and not source.fact_share]
-        if self.questions and not any(source.fact_share for source in self.read_as()):
-            without.append("data")
-        if without:
-            raise ValueError(
-                f"questions ask for made-up facts, and fact_share is 0 in {without[0]}: set it, or leave questions out"
-            )
-        return self
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        weighted = any(source.weight != 1.0 for source in self.eval)
+        yield weighted, "weights are for texts to train on; held-out windows come evenly from all sources of eval"
 
     def read_as(self) -> list[Source]:
         """The sources to train on, each with the field its text is in and its share of facts and questions."""
@@ -126,15 +101,13 @@ class DataConfig(Section):
 class LoraConfig(Section):
     """Adapters on the pretrained projections; gates and Pro parts are trained in full beside them."""
 
-    elsewhere: ClassVar[dict[str, str]] = {
-        "r": "rank",
-        "lora_alpha": "alpha",
-        "lora_dropout": "dropout",
-        "target_modules": "targets",
-        "use_dora": "dora",
-        "load_in_4bit": "quantize: nf4",
-    }
-    left_out: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = {
+        "r": "did you mean rank?",
+        "lora_alpha": "did you mean alpha?",
+        "lora_dropout": "did you mean dropout?",
+        "target_modules": "did you mean targets?",
+        "use_dora": "did you mean dora?",
+        "load_in_4bit": "did you mean quantize: nf4?",
         "modules_to_save": "gates and Pro parts are trained and saved in full without it",
         "bias": "biases stay as they are beside adapters",
         "use_rslora": "the scale is alpha / rank: for rsLoRA's set alpha to alpha * sqrt(rank)",
@@ -168,18 +141,17 @@ class RopeScaling(Section):
     low_freq_factor: float | None = Field(default=None, gt=0, description="llama3: longer wavelengths are divided")
     high_freq_factor: float | None = Field(default=None, gt=0, description="llama3: shorter wavelengths stay")
 
-    @model_validator(mode="after")
-    def _of_its_type(self) -> RopeScaling:
+    def _rules(self) -> Iterator[tuple[bool, str]]:
         own = {
             "yarn": {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"},
             "llama3": {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
         }
-        given = self.model_dump(exclude={"rope_type", "factor"}, exclude_none=True)
-        for key in given.keys() - own.get(self.rope_type, set()):
-            raise ValueError(f"{key} is not for rope_type {self.rope_type}: remove it")
-        if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
-            raise ValueError("rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second")
-        return self
+        for key in self.model_dump(exclude={"rope_type", "factor"}, exclude_none=True):
+            yield key not in own.get(self.rope_type, ()), f"{key} is not for rope_type {self.rope_type}: remove it"
+        yield (
+            self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0),
+            "rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second",
+        )
 
 
 class CheckpointConfig(Section):
@@ -189,17 +161,13 @@ class CheckpointConfig(Section):
     every_steps: Positive | None = None
     keep: int = Field(default=2, ge=1)
 
-    @model_validator(mode="after")
-    def _one(self) -> CheckpointConfig:
-        if self.every_tokens is not None and self.every_steps is not None:
-            raise ValueError("give every_tokens or every_steps, not both")
-        return self
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        both = self.every_tokens is not None and self.every_steps is not None
+        yield both, "give every_tokens or every_steps, not both"
 
 
 class LogConfig(Section):
     """How often a line is logged, and where else it goes."""
-
-    gone: ClassVar[dict[str, Any]] = {"heads_every": None}
 
     every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
@@ -245,23 +213,28 @@ class Recipe(Section):
         description="GPUs: the same bits in every run, also after a resume, by slower backward passes (CPUs: always)",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
-        if self.fox is not None and self.attention is not None:
-            raise ValueError("attention is for unconverted models: one with `fox:` always runs Forgetting Attention")
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.fox is not None and self.attention is not None,
+            "attention is for unconverted models: one with `fox:` always runs Forgetting Attention",
+        )
         for key in ("rope_scaling", "rope_theta"):
-            if getattr(self, key) is not None and (self.fox is not None or self.lora is not None):
-                other = "fox" if self.fox is not None else "lora"
-                raise ValueError(f"{key} is for unconverted models: remove it, or remove `{other}:`")
-        objectives = [stage.objective for stage in self.stages]
-        if self.lora is not None and {"adapt", "align"} & {*objectives}:
-            raise ValueError("lora adapts what align leaves alone and freezes what adapt trains: remove one of the two")
-        adapt = objectives.count("adapt")
-        if "adapt" in objectives[adapt:]:
-            late = next(number for number in range(adapt, len(objectives)) if objectives[number] == "adapt")
-            raise ValueError(f"stages.{late}: adapt changes the original of the stages before it: put it first")
-        if adapt == len(objectives):
-            raise ValueError(
-                "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)"
+            other = "fox" if self.fox is not None else "lora" if self.lora is not None else None
+            yield (
+                getattr(self, key) is not None and other is not None,
+                f"{key} is for unconverted models: remove it, or remove `{other}:`",
             )
-        return self
+        objectives = [stage.objective for stage in self.stages]
+        yield (
+            self.lora is not None and bool({"adapt", "align"} & {*objectives}),
+            "lora adapts what align leaves alone and freezes what adapt trains: remove one of the two",
+        )
+        adapt = objectives.count("adapt")
+        yield (
+            "adapt" in objectives[adapt:],
+            "adapt changes the original that the stages before it learn from: put it first",
+        )
+        yield (
+            adapt == len(objectives),
+            "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)",
+        )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationInfo, field_validator
 
-from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole, without_idle_nulls, zero
+from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 GATE_RATE_FACTOR = 5.0
@@ -22,23 +22,6 @@ class Rates(Section):
     pro: Rate | None = None
     attention: Rate | None = Field(default=None, description="q, k, v and o projections and their norms and adapters")
     rest: Rate | None = Field(default=None, description="everything else: MLPs, norms, embeddings, head")
-
-
-NoNewPart = Annotated[Rate, zero("adapt trains the original, which has neither gates nor Pro parts")]
-
-
-class AdaptRates(Rates):
-    """The rates of an adapt stage, which has no new parts to train."""
-
-    gate_bias: NoNewPart | None = None
-    gate_weight: NoNewPart | None = None
-    pro: NoNewPart | None = None
-
-
-class AlignRates(Rates):
-    """The rates of an align stage, which trains attention alone."""
-
-    rest: Annotated[Rate, zero("align compares attention blocks alone")] | None = None
 
 
 class Budget(Section):
@@ -58,11 +41,13 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    gone: ClassVar[dict[str, Any]] = {"teacher_logits": None}
     told_by: ClassVar[str] = "objective"
     trains_new: ClassVar[bool] = True
     trains_pretrained: ClassVar[bool] = True
     """Which parts a stage trains unless its rates say otherwise."""
+    without: ClassVar[tuple[str, ...]] = ()
+    why_without: ClassVar[str] = ""
+    """Roles that an objective can't train, and why."""
 
     objective: Literal["adapt", "align", "distill", "extend"] = Field(
         description="adapt: the original itself learns, before all else; align, distill: from the original; extend"
@@ -118,14 +103,9 @@ class Stage(Section):
         defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
         return rates.model_copy(update=defaults | rates.model_dump(exclude_none=True))
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Stage:
-        if found := [text for broken, text in self._rules() if broken]:
-            raise ValueError("; ".join(found))
-        return self
-
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Rules between fields: whether one is broken, and what to do then."""
+        for role in self.without:
+            yield self.rate(role) > 0, f"rates.{role} must be 0 or left out: {self.objective} {self.why_without}"
         length, batch = self.sequence_length, self.batch_tokens or self.sequence_length
         down = max(1, batch // length) * length
         yield (
@@ -181,16 +161,18 @@ class AdaptStage(Stage):
     """The original itself learns the texts, before all other stages."""
 
     trains_new = False
+    without = ("gate_bias", "gate_weight", "pro")
+    why_without = "trains the original, which has neither gates nor Pro parts"
     objective: Literal["adapt"]
-    rates: AdaptRates = Field(default=AdaptRates(), validate_default=True)
 
 
 class AlignStage(TaughtStage):
     """Each attention block learns its original's output; no logits are computed."""
 
     trains_pretrained = False
+    without = ("rest",)
+    why_without = "compares attention blocks alone"
     objective: Literal["align"]
-    rates: AlignRates = Field(default=AlignRates(), validate_default=True)
     cross_entropy: Literal["auto"] = Field(default="auto", description="align computes no logits")
     offload_activations: Literal[False] = Field(default=False, description="align keeps no checkpoints of whole layers")
 
@@ -225,11 +207,7 @@ class ExtendStage(BudgetedStage):
         )
 
 
-AnyStage = Annotated[
-    AdaptStage | AlignStage | DistillStage | ExtendStage,
-    Field(discriminator="objective"),
-    BeforeValidator(without_idle_nulls(AdaptStage, AlignStage, DistillStage, ExtendStage)),
-]
+AnyStage = Annotated[AdaptStage | AlignStage | DistillStage | ExtendStage, Field(discriminator="objective")]
 _ADAPTER: TypeAdapter[Stage] = TypeAdapter(AnyStage)
 
 

@@ -80,11 +80,8 @@ def read_yaml(text: str, origin: str) -> Any:
     """Parses YAML; raises ValueError naming `origin` and the line."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # numbers of thousands of digits, as many brackets
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"{origin}: not valid YAML: {where}{error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, RecursionError) as error:  # dates, numbers of thousands of digits, as many brackets
-        raise ValueError(f"{origin}: not valid YAML: {error}") from None
+        why = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
+        raise ValueError(f"{origin}: not valid YAML: {where}{why}") from None

@@ -27,18 +27,6 @@ def _probe(tokenizer: Any) -> list[int]:
     return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
 
 
-def affixes(fast: Any) -> tuple[list[int], list[int]] | None:
-    """The special tokens before and after a text; None where they can't be found, or where a text can't be divided.
-
-    A Unigram model without a pre-tokenizer sums scores from the text's start: rounding decides between equals.
-    """
-    if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
-        return None
-    plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
-    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
-
-
 def fingerprint(tokenizer: Any) -> str:
     """sha256 (first 32 digits) of everything that decides which tokens a text becomes."""
     inner = backend(tokenizer)

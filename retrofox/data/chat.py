@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from retrofox.data.backend import backend, special_literals
-from retrofox.data.records import Messages
+from retrofox.data.read import Messages
 
 VERSION = 1
 """Part of a shard's identity: change it when the tokens or marks of conversations change."""

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrofox.data import pieces
-from retrofox.data.backend import affixes, backend, special_literals
+from retrofox.config import Source
+from retrofox.data.backend import backend, special_literals
 from retrofox.data.chat import ChatEncoder
-from retrofox.data.read import Batch
-from retrofox.data.records import conversations_of, texts_of, utf8
-from retrofox.data.synthetic_facts import lacks_words
+from retrofox.data.read import Record
+from retrofox.data.synthetic_facts import with_facts
 
-PIECES = ("first piece", "middle piece", "last piece")
+MESSAGES = "messages"
+"""The field of conversations where none is named."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the records of a source become documents: the field, texts or conversations, special tokens split or not."""
+    """How records become documents: the field, texts or conversations, special tokens split or not, made-up facts."""
 
     field: str = "text"
     chat: bool = False
     split_special_tokens: bool = True
+    fact_share: float = 0.0
+    questions: float = 0.0
+
+    @classmethod
+    def of(cls, source: Source, text_field: str = "text", split_special_tokens: bool = True) -> Reading:
+        """That of a source; its own text_field goes before `text_field`."""
+        field = source.text_field or (MESSAGES if source.chat else text_field)
+        facts = source.fact_share or 0.0
+        return cls(field, source.chat, split_special_tokens, facts, (source.questions or 0.0) if facts else 0.0)
 
 
-@dataclass
-class Encoded:
-    """Tokens of a batch: `tokens` of all its documents in a row, their `lengths`, and how many texts were empty.
+class Encoded(NamedTuple):
+    """Tokens of a document, none where it holds no text, or nothing that the assistant says.
 
-    `names` don't tell the folders that files lie in: reports have them.
-
-    `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
-    `wordless`: documents with too few words for the made-up facts that were asked for.
-    `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the texts.
-    `learnt`: of conversations, 1 at the tokens that the assistant wrote, uint8.
+    `learnt`: of a conversation, 1 at the tokens that the assistant wrote, uint8.
+    `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the text.
     """
 
     tokens: np.ndarray
-    lengths: np.ndarray
-    names: list[str]
-    empty: int
-    size: int
-    unfinished: bool = False
-    wordless: int = 0
-    literals: int = 0
     learnt: np.ndarray | None = None
+    literals: int = 0
 
 
 class Encoder:
@@ -67,103 +65,51 @@ class Encoder:
         self.fast = backend(tokenizer)
         if self.fast is not None:
             self.fast.encode_special_tokens = self.reading.split_special_tokens
-        self.affixes = affixes(self.fast)
 
-    def __call__(self, batch: Batch) -> Encoded:
-        """Encodes a batch; documents without any text, or anything the assistant says, are counted, not kept.
+    def __call__(self, records: Sequence[Record]) -> list[Encoded]:
+        """Encodes documents, on the tokenizer's threads.
 
         Raises:
-            ValueError: a record can't be read; the text says which.
+            ValueError: the chat template refuses a conversation; the text says which.
         """
-        if batch.kind in PIECES:
-            tokens = self._piece(batch.items[0], batch.kind)
-            names, unfinished = [*map(_label, batch.names)], batch.kind != "last piece"
-            literals = self._literals(batch.items)
-            return Encoded(tokens, np.array([len(tokens)]), names, 0, batch.size, unfinished, literals=literals)
         if self.chat is not None:
-            return self._conversations(batch, self.chat)
-        texts, names = texts_of(batch, self.reading.field)
-        kept = [number for number, text in enumerate(texts) if text.strip()]
-        texts = [texts[number] for number in kept]
-        encoded = self._joined(self.encode([batch.augment(text) for text in texts]), [names[n] for n in kept], batch)
-        encoded.empty, encoded.literals = len(names) - len(kept), self._literals(texts)
-        encoded.wordless = sum(map(lacks_words, texts)) if batch.augment.fact_share else 0
-        return encoded
+            return [self._conversation(record, self.chat) for record in records]
+        texts = [record.value for record in records]
+        filled = [number for number, text in enumerate(texts) if text.strip()]
+        found = [Encoded(np.empty(0, dtype=self.dtype))] * len(texts)
+        for number, tokens in zip(filled, self.encode([self._with_facts(texts[n]) for n in filled]), strict=True):
+            found[number] = Encoded(tokens, literals=self._literals(texts[number]))
+        return found
 
-    def _conversations(self, batch: Batch, chat: ChatEncoder) -> Encoded:
-        found = conversations_of(batch, self.reading.field)
-        made = [chat(one, name) for one, name in zip(found, batch.names, strict=True) if one]
-        names = [name for one, name in zip(found, batch.names, strict=True) if one]
-        kept = [number for number, (_, learnt) in enumerate(made) if any(learnt)]
-        rows = [np.array(made[number][0], dtype=self.dtype) for number in kept]
-        encoded = self._joined(rows, [names[number] for number in kept], batch)
-        encoded.empty = len(found) - len(kept)
-        encoded.literals = self._literals([str(message["content"]) for one in found for message in one])
-        encoded.learnt = np.array([mark for number in kept for mark in made[number][1]], dtype=np.uint8)
-        return encoded
+    def _with_facts(self, text: str) -> str:
+        share = self.reading.fact_share
+        return with_facts(text, share, self.reading.questions) if share else text
 
-    def _joined(self, rows: list[np.ndarray], names: list[str], batch: Batch) -> Encoded:
-        tokens = np.concatenate(rows) if rows else np.empty(0, dtype=self.dtype)
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        return Encoded(tokens, lengths, [*map(_label, names)], 0, batch.size)
+    def _conversation(self, record: Record, chat: ChatEncoder) -> Encoded:
+        ids, learnt = chat(record.value, record.name) if record.value else ([], [])
+        if not any(learnt):
+            ids, learnt = [], []
+        literals = sum(self._literals(str(message["content"])) for message in record.value)
+        return Encoded(np.array(ids, dtype=self.dtype), np.array(learnt, dtype=np.uint8), literals)
 
-    def _literals(self, texts: list[str]) -> int:
-        """How many special tokens are spelled out in these texts."""
-        return 0 if self.literal is None else sum(len(self.literal.findall(text)) for text in texts)
+    def _literals(self, text: str) -> int:
+        """How many special tokens are spelled out in a text."""
+        return 0 if self.literal is None else len(self.literal.findall(text))
 
-    def divide(self, batch: Batch) -> Iterator[Batch]:
-        """The batch itself, or its long texts in pieces that together give the same tokens.
-
-        One thread alone would be busy with a book of many megabytes, and hold many times its size in memory.
-        """
-        long = batch.kind == "bytes" and max(map(len, batch.items), default=0) > pieces.PIECE
-        if not long or batch.augment or self.affixes is None:
-            yield batch
-            return
-        for item, name in zip(batch.items, batch.names, strict=True):
-            size = batch.size * len(item) // max(1, sum(map(len, batch.items)))
-            text = _whole([utf8(item, name)])[0] if len(item) > pieces.PIECE else ""
-            places = [0, *pieces.cuts(text, self._plain), len(text)]
-            if len(places) == 2 or not text.strip():
-                yield Batch(batch.kind, [item], [name], size)
-                continue
-            kinds = ["first piece", *["middle piece"] * (len(places) - 3), "last piece"]
-            for kind, start, stop in zip(kinds, places, places[1:], strict=False):
-                yield Batch(kind, [text[start:stop]], [name], size * (stop - start) // len(text))
-
-    def _plain(self, text: str) -> list[int]:
-        return self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def _piece(self, text: str, kind: str) -> np.ndarray:
-        assert self.affixes is not None
-        before, after = self.affixes
-        ids = self._plain(text)
-        if kind == "first piece":
-            ids = before + ids
-        if kind == "last piece":
-            ids = self._ended(ids + after)
-        return np.array(ids, dtype=self.dtype)
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""
+        whole = [_whole(text) for text in texts]
+        if self.fast is not None:
+            rows = [encoding.ids for encoding in self.fast.encode_batch_fast(whole)]
+        else:
+            options = {"truncation": False, "verbose": False, "split_special_tokens": self.reading.split_special_tokens}
+            rows = [self.tokenizer(text, **options)["input_ids"] for text in whole]
+        return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if self.eos is None or ids[-1:] == [self.eos] else [*ids, self.eos]
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""
-        if self.fast is not None:
-            rows = [encoding.ids for encoding in self.fast.encode_batch_fast(_whole(texts))]
-        else:
-            options = {"truncation": False, "verbose": False, "split_special_tokens": self.reading.split_special_tokens}
-            rows = [self.tokenizer(text, **options)["input_ids"] for text in _whole(texts)]
-        return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
 
-
-def _whole(texts: list[str]) -> list[str]:
+def _whole(text: str) -> str:
     """Lone surrogates, legal in JSON, are no Unicode text: replaced as decoding would."""
-    return [
-        text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
-    ]
-
-
-def _label(name: str) -> str:
-    """a.jsonl:3 of books/a.jsonl:3."""
-    return name.rpartition("/")[2]
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

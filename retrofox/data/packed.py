@@ -10,9 +10,9 @@ The whole state of a run's data is {consumed, seed, fingerprint}.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ SKIPPING_SHARE = 0.5
 """Share of the segments whose positions skip ahead where `max_position` is given; the others keep near order exact."""
 
 
-class Tokens:
-    """One prepared source, its shards as one stream of documents; documents never cross shards.
+@functools.lru_cache(maxsize=OPEN_MAPS)
+def _mapped(file: Path, dtype: str) -> np.ndarray:
+    """A read-only memory map of a shard's file; the least recently read are closed: a map holds a file descriptor."""
+    return np.memmap(file, dtype=dtype, mode="r")
 
-    Shards are mapped when first read, and the least recently read are unmapped: a map holds a file descriptor.
-    """
+
+class Tokens:
+    """One prepared source, its shards as one stream of documents; documents never cross shards."""
 
     def __init__(self, source: PreparedSource, folder: Path):
         self.source, self.folder = source, folder
@@ -43,42 +46,22 @@ class Tokens:
         self.firsts = np.concatenate([[0], np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)])
         begins = [shard.bounds(folder)[:-1] + first for shard, first in zip(self.shards, self.firsts, strict=False)]
         self.bounds = np.concatenate([*begins, self.firsts[-1:]])
-        self.maps: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "maps": OrderedDict()}  # a pickled map would be a copy of the tokens
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def slice(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length of the stream, within one shard."""
-        part, inside = self._place(start)
-        return self._mapped((part, "tokens"))[inside : inside + length]
-
-    def learnt(self, start: int, length: int) -> np.ndarray | None:
-        """1 at those of the tokens `slice` gives that are to be learnt, 0 at others; None: all are."""
-        part, inside = self._place(start)
-        return self._mapped((part, "learnt"))[inside : inside + length] if self.shards[part].chat else None
-
-    def _place(self, start: int) -> tuple[int, int]:
+    def slice(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens start .. start + length of the stream, within one shard, and 1 at those to be learnt; None: all."""
         part = int(np.searchsorted(self.firsts, start, side="right")) - 1
-        return part, start - int(self.firsts[part])
-
-    def _mapped(self, key: tuple[int, str]) -> np.ndarray:
-        if key in self.maps:
-            self.maps.move_to_end(key)
-        else:
-            shard = self.shards[key[0]]
-            self.maps[key] = (shard.map if key[1] == "tokens" else shard.map_learnt)(self.folder)
-            if len(self.maps) > OPEN_MAPS:
-                self.maps.popitem(last=False)
-        return self.maps[key]
+        shard, inside = self.shards[part], start - int(self.firsts[part])
+        here = slice(inside, inside + length)
+        tokens = _mapped(self.folder / f"{shard.key}.tokens", shard.dtype)[here]
+        return tokens, _mapped(self.folder / f"{shard.key}.learnt", "u1")[here] if shard.chat else None
 
     def document(self, number: int) -> np.ndarray:
         """The tokens of a document."""
         start, stop = self.bounds[number : number + 2].tolist()
-        return self.slice(start, stop - start)
+        return self.slice(start, stop - start)[0]
 
 
 def open_tokens(manifest: Manifest) -> list[Tokens]:
@@ -104,7 +87,7 @@ class PackedDataset(torch.utils.data.Dataset):
         doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
 
     A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that the
-    sources' weights are the shares of tokens drawn; see `data_order.Mixture`.
+    sources' weights are the shares of tokens drawn; see `data.sampler.Mixture`.
 
     Raises:
         ValueError: a source without two tokens in a document, shards that are missing.
@@ -166,8 +149,7 @@ class PackedDataset(torch.utils.data.Dataset):
         hidden = np.zeros(length, dtype=bool)
         at, begins = 0, []
         for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
-            ids[at : at + count] = tokens.slice(start, count)
-            learnt = tokens.learnt(start, count)
+            ids[at : at + count], learnt = tokens.slice(start, count)
             if learnt is not None:
                 hidden[at : at + count] = learnt == 0
             positions[at : at + count] -= at

@@ -63,7 +63,6 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
             sources,
             tokenizer,
             data.cache_dir,
-            workers=data.workers,
             progress=progress,
             text_field=data.text_field,
             split_special_tokens=data.split_special_tokens,

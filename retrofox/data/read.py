@@ -1,4 +1,4 @@
-"""Reading one file: decompression by its suffix, then text, JSON lines or Parquet, in batches of raw documents."""
+"""Reading one file: decompression by its suffix, then text, JSON lines or Parquet, document by document."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from retrofox.data.augment import Augmentation
-
-UNCHANGED = Augmentation()
 TEXT = (".txt", ".text")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
@@ -25,21 +21,37 @@ COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar")
 BATCH_BYTES = 1 << 20
 
+Messages = list[dict[str, Any]]
+"""A conversation: {"role": ..., "content": ...} each."""
 
-@dataclass
-class Batch:
-    """Raw documents on their way to the tokenizer: `kind` is the type of the items, `size` counts source bytes.
 
-    `names` say where the items are, files with their folders, for errors.
-    kind "text": str; "chat": a list of messages; "bytes": UTF-8 of one document; "json": one line holding the text or
-    the messages in a field. `augment` changes the texts.
-    """
+class Record(NamedTuple):
+    """A document: `name` says where it is, for errors; `value` is a text or a conversation; `size` its source bytes."""
 
-    kind: str
-    items: list[Any] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    size: int = 0
-    augment: Augmentation = UNCHANGED
+    name: str
+    value: Any
+    size: int
+
+
+END = Record("", "", 0)
+"""Stands behind the last document of a unit."""
+
+
+def batches(records: Iterable[Record], size: int = BATCH_BYTES) -> Iterator[list[Record]]:
+    """Records in lists of about `size` characters of text; where reading fails, those read before come first."""
+    batch: list[Record] = []
+    held = 0
+    try:
+        for record in records:
+            batch.append(record)
+            held += len(record.value) if isinstance(record.value, str) else len(str(record.value))
+            if held >= size:
+                yield batch
+                batch, held = [], 0
+    except (ValueError, OSError):
+        yield batch
+        raise
+    yield batch
 
 
 def compression(path: Path) -> str:
@@ -65,13 +77,102 @@ def form_of(path: Path) -> str:
     return "json" if suffix in JSON_LINES else "parquet" if suffix in PARQUET else "text"
 
 
+def read_file(path: Path, field: str, chat: bool) -> Iterator[Record]:
+    """The documents of a file; a text file is one.
+
+    Raises:
+        ValueError: the file is damaged, or a record has no such field or holds something else in it.
+    """
+    form = form_of(path)
+    with _reading(path) as (raw, stream):
+        if form == "text":
+            text = _utf8(stream.read(), path)
+            yield Record(str(path), value_of({field: text}, str(path), field, chat), path.stat().st_size)
+        elif form == "json":
+            done = 0
+            for number, record in _json_records(stream, path):
+                name = f"{path}:{number}"
+                yield Record(name, value_of(record, name, field, chat), raw.tell() - done)
+                done = raw.tell()
+        else:
+            yield from _parquet(stream, path, field, chat)
+
+
+def value_of(record: Any, name: str, field: str, chat: bool) -> str | Messages:
+    """The text, or the messages, in a field of a record; empty where it holds null.
+
+    Raises:
+        ValueError: no such field, or it holds something else.
+    """
+    if not isinstance(record, dict) or field not in record:
+        has = ", ".join(map(repr, record)) if isinstance(record, dict) and record else type(record).__name__
+        raise ValueError(f"{name}: no field {field!r}; the record has {has}: set text_field")
+    value = record[field]
+    if value is None:
+        return [] if chat else ""
+    if chat and not (isinstance(value, list) and all(map(_is_message, value))):
+        raise ValueError(f"{name}: field {field!r} must hold a list of {{role, content}}, got {str(value)[:100]}")
+    if not chat and not isinstance(value, str):
+        raise ValueError(f"{name}: field {field!r} must hold text, got {type(value).__name__}: set text_field")
+    return value
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _json_records(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, value) of the lines of a JSON-lines file, or of the members of a file that is one JSON array."""
+    if stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+        yield from enumerate(_parsed(stream.read(), str(path)), 1)
+        return
+    for number, line in enumerate(stream, 1):
+        if line.strip(b"\xef\xbb\xbf \t\r\n"):  # else empty, or nothing but a byte order mark
+            yield number, _parsed(line, f"{path}:{number}")
+
+
+def _parsed(data: bytes, name: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
+        raise ValueError(f"{name}: not a line of JSON: {error}") from None
+
+
+def _parquet(stream: Any, path: Path, field: str, chat: bool) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(pa.BufferReader(stream.read()) if compression(path) else stream)
+        names = table.schema_arrow.names
+        if field not in names:
+            value_of(dict.fromkeys(names), str(path), field, chat)
+        size = path.stat().st_size // max(1, table.metadata.num_rows)
+        number = 0
+        for chunk in table.iter_batches(batch_size=256, columns=[field]):
+            for value in chunk.column(0).to_pylist():
+                number += 1
+                name = f"{path}:{number}"
+                yield Record(name, value_of({field: value}, name, field, chat), size)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _utf8(data: bytes, path: Path) -> str:
+    """Decodes a text, its byte order mark left out."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        why = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{path}: not UTF-8 text ({why}): convert or remove it") from None
+
+
 class _Zstandard(io.RawIOBase):
     """Decompresses frame after frame; the package's own reader takes a file that breaks off for a whole one."""
 
     def __init__(self, raw: Any):
-        import zstandard
-
-        self.raw = raw
+        zstandard = needed(raw.name, "zstandard")
+        self.raw, self.damage = raw, zstandard.ZstdError
         # 2^31 bytes of history, the most a frame may ask for: published dumps are made with zstd --long=31.
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self.frame: Any = None
@@ -88,7 +189,10 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("it ends inside a frame")
                 return 0
             self.frame = self.frame or self.decompressor.decompressobj()
-            self.ready, self.rest = self.frame.decompress(data), b""
+            try:
+                self.ready, self.rest = self.frame.decompress(data), b""
+            except self.damage as error:
+                raise OSError(error) from error
             if self.frame.eof:
                 self.rest, self.frame = self.frame.unused_data, None
         count = min(len(buffer), len(self.ready))
@@ -96,39 +200,23 @@ class _Zstandard(io.RawIOBase):
         return count
 
 
-def _decompressed(raw: Any, path: Path) -> Any:
-    """Wraps an open file by the suffix of its name; others are returned as they are.
-
-    Raises:
-        ValueError: .zst without the package zstandard.
-    """
-    suffix = compression(path)
-    if suffix == ".gz":
-        return gzip.open(raw, "rb")
-    if suffix == ".xz":
-        return lzma.open(raw, "rb")
-    if suffix == ".bz2":
-        return bz2.open(raw, "rb")
-    if suffix == ".zst":
-        needed(str(path), "zstandard")
-        return io.BufferedReader(_Zstandard(raw), 1 << 20)
-    return raw
+OPENERS: dict[str, Callable[[Any], Any]] = {
+    "": lambda raw: raw,
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".zst": lambda raw: io.BufferedReader(_Zstandard(raw), 1 << 20),
+}
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[tuple[Any, Any]]:
+def _reading(path: Path) -> Iterator[tuple[Any, Any]]:
     """The file and its decompressed stream; what reading raises on damage becomes a ValueError."""
-    errors: tuple[type[Exception], ...] = (OSError, lzma.LZMAError, zlib.error, EOFError)
     with open(path, "rb") as raw:
-        stream = _decompressed(raw, path)
-        if compression(path) == ".zst":
-            import zstandard
-
-            errors = (*errors, zstandard.ZstdError)
         try:
-            yield raw, stream
-        except errors as error:
-            raise damaged(path, error) from error
+            yield raw, OPENERS[compression(path)](raw)
+        except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+            raise _damaged(path, error) from error
 
 
 def needed(what: str, package: str) -> Any:
@@ -143,93 +231,6 @@ def needed(what: str, package: str) -> Any:
         raise ValueError(f"{what} needs the package {package}: pip install '.[data]' in a clone") from None
 
 
-def damaged(path: Path, error: Exception) -> ValueError:
+def _damaged(path: Path, error: Exception) -> ValueError:
     """The error about a file of the wrong format or content."""
     return ValueError(f"{path}: can't be read ({error}): the file is damaged, or not what its suffix says")
-
-
-def json_lines(path: Path) -> Iterator[Batch]:
-    """Lines of a JSON-lines file, or the members of a file that is one JSON array."""
-    done = held = 0
-    batch = Batch("json")
-    with reading(path) as (raw, stream):
-        first = stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-        for number, line in enumerate(_array(stream.read(), path) if first == b"[" else stream, 1):
-            if not line.strip(b"\xef\xbb\xbf \t\r\n"):  # empty, or nothing but a byte order mark
-                continue
-            batch.items.append(line)
-            batch.names.append(f"{path}:{number}")
-            held += len(line)
-            if held >= BATCH_BYTES:
-                batch.size, done, held = raw.tell() - done, raw.tell(), 0
-                yield batch
-                batch = Batch("json")
-        batch.size = raw.tell() - done
-    yield batch
-
-
-def _array(data: bytes, path: Path) -> list[bytes]:
-    try:
-        values = json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:
-        raise damaged(path, error) from None
-    return [json.dumps(value).encode() for value in values]
-
-
-def parquet(path: Path, text_field: str, chat: bool = False) -> Iterator[Batch]:
-    """One column of a Parquet file: texts, or lists of messages."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with reading(path) as (_, stream):
-        try:
-            table = pq.ParquetFile(pa.BufferReader(stream.read()) if compression(path) else stream)
-            schema = table.schema_arrow
-            kind: Any = schema.field(text_field).type if text_field in schema.names else None
-            values = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
-            fits = is_list(values) if chat else values in (pa.string(), pa.large_string(), pa.string_view())
-            require_column(str(path), text_field, schema.names, str(kind), fits, chat)
-            chunks = table.iter_batches(batch_size=256, columns=[text_field])
-            items = (item for chunk in chunks for item in chunk.column(0).to_pylist())
-            yield from row_batches(str(path), items, 1, path.stat().st_size // max(1, table.metadata.num_rows), chat)
-        except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise damaged(path, error) from error
-
-
-def row_batches(name: str, values: Iterable[Any], first: int, size: int, chat: bool) -> Iterator[Batch]:
-    """Batches of about a megabyte of the texts, or lists of messages, in the rows of a table; None: an empty one.
-
-    Args:
-        first: number of the first row; names are "name:number".
-        size: source bytes of a row.
-    """
-    kind, empty = ("chat", []) if chat else ("text", "")
-    batch, held = Batch(kind), 0
-    for number, value in enumerate(values, first):
-        batch.items.append(value or empty)
-        batch.names.append(f"{name}:{number}")
-        batch.size += size
-        held += len(str(value or ""))
-        if held >= BATCH_BYTES:
-            yield batch
-            batch, held = Batch(kind), 0
-    if batch.items:
-        yield batch
-
-
-def is_list(kind: Any) -> bool:
-    """Whether a type of pyarrow is one of lists."""
-    import pyarrow as pa
-
-    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def require_column(where: str, text_field: str, columns: list[str], kind: str, fits: bool, chat: bool) -> None:
-    """Raises ValueError unless there is such a column and it holds texts, or conversations."""
-    if text_field in columns and fits:
-        return
-    holds = f"; {text_field!r} holds {kind}" if text_field in columns else ""
-    wanted = "lists of messages" if chat else "text"
-    raise ValueError(
-        f"{where}: no column {text_field!r} of {wanted}{holds}; there are {', '.join(columns)}: set text_field"
-    )

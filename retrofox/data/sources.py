@@ -1,7 +1,7 @@
-"""Where documents come from: files, directories, globs and Hugging Face datasets, read unit by unit.
+"""Where documents come from: files, directories, globs and Hugging Face datasets.
 
 `resolve(source)` lists the units of a source. A unit is tokenised, kept and reused as one: a file (or a run of
-small files), a range of rows of a dataset. `unit.batches()` reads it once, in order, without holding it in memory.
+small files), a range of rows of a dataset. `unit.records()` reads it once, in order, without holding it in memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from retrofox.config import Source
-from retrofox.data import read as data_read
-from retrofox.data.augment import Augmentation
-from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, needed
-from retrofox.data.source_shards import AugmentedUnit, FileUnit, RowsUnit, Unit
-from retrofox.data.streamed import sliced
-from retrofox.data.streamed import units as streamed_units
+from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, inner_suffix, needed
+from retrofox.data.units import FileUnit, Rows, RowsUnit, Unit
 
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
 GROUP_BYTES = 32 << 20
-MESSAGES = "messages"
-"""The field of conversations where none is named."""
+UNIT_BYTES = 256 << 20
+"""Of a dataset's text in a unit."""
+STREAMED_ROWS = 256
+"""Rows of a unit where they are fetched as they are read: about 100 MB of books."""
+ROW_BYTES = 1 << 16
+"""Guess of a row's size where the set's card doesn't say: only the progress bar shows it."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that tell a directory written by `datasets`' save_to_disk."""
+_SLICE = re.compile(r"(\w+)\[([\d_]*):([\d_]+)\]")
 
 
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
@@ -38,29 +39,18 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
     return [str(path) for path in data or ()]
 
 
-def resolve(source: Source, leave_out: Path | None = None) -> list[Unit]:
-    """The units of a source, in a fixed order, with its changes of their documents.
-
-    Arguments and errors are those of `units_of`.
-    """
-    units = units_of(source, leave_out)
-    augment = Augmentation(source.fact_share or 0.0, source.questions or 0.0, source.reflow, source.recase)
-    return [AugmentedUnit(unit, augment) for unit in units] if augment else units
-
-
-def units_of(source: Source, leave_out: Path | None = None) -> list[Unit]:
-    """The units of a source as they lie on disk, in a fixed order.
+def resolve(source: Source) -> list[Unit]:
+    """The units of a source, in a fixed order.
 
     Args:
         source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and
             .parquet, each also .gz, .xz, .zst, .bz2; names that begin with . or _ are left out), a glob,
             "hf:org/name[:config][:split]", or "hf:DIRECTORY[:config][:split]". A split of a set on the Hub with a
             range of rows, "train[:500]", is streamed: only the files of those rows are fetched.
-        leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
 
     Raises:
         FileNotFoundError: nothing at that path.
-        ValueError: nothing readable in that directory, a missing optional package, an unknown scheme.
+        ValueError: nothing readable in that directory, a missing optional package, no such dataset.
     """
     scheme, _, rest = source.path.partition(":")
     if scheme == "hf":
@@ -69,70 +59,33 @@ def units_of(source: Source, leave_out: Path | None = None) -> list[Unit]:
     if path.is_dir():
         if any((path / mark).is_file() for mark in SAVED):
             return _hugging_face(str(path))
-        skipped = None if leave_out is None else leave_out.resolve()
-        if skipped == path.resolve():
-            raise ValueError(f"{path} is also where token shards are kept: set data.cache to another directory")
-        found = sorted(_visible(path, ()))
-        files = _readable([inner for inner in found if skipped is None or skipped not in inner.resolve().parents])
+        files = _readable(path)
         if not files:
-            raise ValueError(f"{path}: no readable file in this directory; read are {_known()}")
+            known = f"{', '.join((*TEXT, *JSON_LINES, *PARQUET))}, each also with {', '.join(COMPRESSED)}"
+            raise ValueError(f"{path}: no readable file in this directory; read are {known}")
     elif path.is_file():
         files = [path]
-    elif glob.has_magic(source.path):
+    else:
         files = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True) if os.path.isfile(hit))
         if not files:
-            raise FileNotFoundError(f"no file matches {source.path}")
-    else:
-        raise FileNotFoundError(f"no data at {source.path}: give a file, a directory, a glob or hf:org/name")
+            raise FileNotFoundError(f"no data at {source.path}: give a file, a directory, a glob or hf:org/name")
     return _grouped(files)
 
 
-def _known() -> str:
-    return f"{', '.join((*TEXT, *JSON_LINES, *PARQUET))}, each also with {', '.join(COMPRESSED)}"
-
-
-def _visible(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """Files below a folder, through links too but not in circles; names that begin with . or _ are left out."""
-    here = folder.resolve()
-    if here in above:
-        return
-    for entry in folder.iterdir():
-        if is_hidden(Path(entry.name)):
+def _readable(folder: Path) -> list[Path]:
+    """Files below a folder with a known suffix: there may be a README or a licence beside the texts."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # links may lead in circles
+            folders.clear()
             continue
-        if entry.is_dir():
-            yield from _visible(entry, (*above, here))
-        elif entry.is_file():
-            yield entry
-
-
-def is_hidden(path: Path) -> bool:
-    """Whether a path below a directory of texts is left out when that is searched."""
-    return any(part.startswith((".", "_")) for part in path.parts)
-
-
-def read_with(folder: Path, paths: Iterable[str]) -> str | None:
-    """Which of the sources' paths, if any, is a directory in which texts of this folder would be found."""
-    inside = folder.resolve()
-    for path in paths:
-        texts = Path(path).expanduser().resolve()
-        if texts.is_dir() and inside.is_relative_to(texts) and not is_hidden(inside.relative_to(texts)):
-            return path
-    return None
-
-
-def check_results_outside(out: str | os.PathLike | None, paths: Iterable[str]) -> None:
-    """Raises ValueError where results would be written among the texts they are measured on, and read as such later."""
-    around = None if out is None else read_with(Path(out), paths)
-    if around is not None:
-        raise ValueError(
-            f"results can't go to {out}: it lies inside the data, {around}, and would be read as texts next time; name "
-            "a directory outside it"
-        )
-
-
-def _readable(files: list[Path]) -> list[Path]:
-    """Those with a known suffix: a directory may hold a README or a licence beside its texts."""
-    return [path for path in files if data_read.inner_suffix(path) in (*TEXT, *JSON_LINES, *PARQUET)]
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        files = [Path(here, name) for name in names if not name.startswith((".", "_"))]
+        found += [file for file in files if inner_suffix(file) in (*TEXT, *JSON_LINES, *PARQUET) and file.is_file()]
+    return sorted(found)
 
 
 def _grouped(files: list[Path]) -> list[Unit]:
@@ -164,28 +117,23 @@ def _hugging_face(reference: str) -> list[Unit]:
         else:
             config = parts[0]
     local = Path(name).expanduser()
-    data: Any
     rows_wanted = None if local.is_dir() else sliced(split)
     try:
         if rows_wanted is not None:
-            builder = datasets.load_dataset_builder(name, config)
-            return list(streamed_units(builder, local.name, *rows_wanted))
-        if name and any((local / mark).is_file() for mark in SAVED):
+            return _streamed(datasets.load_dataset_builder(name, config), local.name, *rows_wanted)
+        if any((local / mark).is_file() for mark in SAVED):
             data = _saved(datasets.load_from_disk(str(local)), config, split)
         else:
             data = datasets.load_dataset(str(local) if local.is_dir() else name, config, split=split or "train")
     except (OSError, ValueError, IndexError, errors) as error:  # IndexError: one saved without any rows
         raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
-    rows, size = len(data), int(data.data.nbytes)
-    step = max(256, min(rows, 1 + (256 << 20) * rows // max(1, size)))  # about 256 MiB of text a unit
-    label = f"{local.name}:{split or 'train'}"
-    return [
-        RowsUnit(
-            label, size * (min(start + step, rows) - start) // rows, data, start, min(start + step, rows),
-            data._fingerprint,
-        )
-        for start in range(0, rows, step)
-    ]  # fmt: skip
+    return _mapped(data, f"{local.name}:{split or 'train'}")
+
+
+def sliced(split: str | None) -> tuple[str, int, int] | None:
+    """("train", 0, 500) of "train[:500]"; None where no slice with an end in rows is asked for."""
+    match = _SLICE.fullmatch(split or "")
+    return None if match is None else (match[1], int(match[2] or 0), int(match[3]))
 
 
 def _saved(data: Any, config: str | None, split: str | None) -> Any:
@@ -198,3 +146,46 @@ def _saved(data: Any, config: str | None, split: str | None) -> Any:
             f"{':'.join(part for part in (config, split or 'train') if part)}"
         )
     return splits[wanted]
+
+
+def _mapped(data: Any, name: str) -> list[Unit]:
+    """The units of a dataset on this disk."""
+    count, size = len(data), int(data.data.nbytes)
+    step = max(256, min(count, 1 + UNIT_BYTES * count // max(1, size)))
+
+    def read(start: int, column: str) -> Iterator[dict[str, Any]]:
+        known = data.select_columns([column]) if column in data.column_names else data
+        return iter(known.select(range(start, count)))
+
+    rows = Rows(read)
+    files = [Path(file["filename"]) for file in data.cache_files]
+    return [
+        RowsUnit(name, size * (stop - start) // count, [data._fingerprint], start, stop, rows, files)
+        for start, stop in _ranges(0, count, step)
+    ]
+
+
+def _streamed(builder: Any, name: str, split: str, start: int, stop: int) -> list[Unit]:
+    """The units of rows start .. stop of a split, fetched while they are tokenised.
+
+    Without a range of rows, `datasets` downloads a set whole, all its splits, before the first row can be read.
+
+    Args:
+        builder: what `datasets.load_dataset_builder` gives: the set's files are known, none is read.
+    """
+    files = builder.config.data_files or {}
+    if split not in files or start >= stop:
+        raise ValueError(f"no rows {start} to {stop} of a split {split!r}; there are: {', '.join(files)}")
+    known = (builder.info.splits or {}).get(split)
+    row_bytes = known.num_bytes // known.num_examples if known and known.num_examples else ROW_BYTES
+    # Addresses on the Hub hold the commit: another version of the set is another origin.
+    found = [list(map(str, files[split])), [list(origin) for origin in files[split].origin_metadata]]
+    rows = Rows(lambda start, column: iter(builder.as_streaming_dataset(split=split).skip(start)))
+    return [
+        RowsUnit(f"{name}:{split}", row_bytes * (end - begin), ["streamed", found, split], begin, end, rows)
+        for begin, end in _ranges(start, stop, STREAMED_ROWS)
+    ]
+
+
+def _ranges(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + step, stop)) for begin in range(start, stop, step)]

@@ -1,16 +1,15 @@
-"""Writing token shards: units are read ahead, encoded by threads, and each lands whole or not at all."""
+"""Writing token shards: documents are encoded in batches that span units, and each shard lands whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -18,160 +17,127 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 
 from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
-from retrofox.data.read import Batch
-from retrofox.data.source_shards import Unit
+from retrofox.data.read import BATCH_BYTES, END, Record, batches
+from retrofox.data.units import Unit
 from retrofox.support.files import temporary, to_disk, write_whole
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""Environment variable by which tokenizers start threads of their own."""
+"""Environment variable by which tokenizers use all cores, or one."""
 
 
-def tokenise(
-    units: list[tuple[Unit, Reading, str]], tokenizer: Any, folder: Path, workers: int, progress: bool
-) -> None:
-    """Writes the shards that are missing; those that are read alike share threads."""
-    units = list({key: (unit, reading, key) for unit, reading, key in units}.values())  # the same content twice: once
-    total = sum(unit.size for unit, *_ in units)
-    with _bar(total, progress and bool(units)) as advance, _no_threads_of_tokenizers():
-        for reading in dict.fromkeys(reading for _, reading, _ in units):
-            mine = [(unit, key) for unit, read_as, key in units if read_as == reading]
-            encoder = Encoder(tokenizer, reading)
-            _write_all(mine, encoder, folder, workers if encoder.fast is not None else 1, advance)
+class Todo(NamedTuple):
+    """A shard to write: what to read, how, and the shard's file stem."""
+
+    unit: Unit
+    reading: Reading
+    key: str
+
+
+def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> None:
+    """Writes shards, those that are read alike from one stream of documents: no core waits at the end of a unit.
+
+    Raises:
+        ValueError, OSError: a unit can't be read; the shards before it are written.
+    """
+    todo = list({shard.key: shard for shard in todo}.values())  # the same content twice: once
+    total = sum(shard.unit.size for shard in todo)
+    with _bar(total, progress and bool(todo)) as advance, _all_cores():
+        for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
+            _write_all(list(alike), Encoder(tokenizer, reading), folder, advance)
 
 
 @contextlib.contextmanager
-def _no_threads_of_tokenizers() -> Iterator[None]:
-    """Ours are as many as asked for; and after theirs, each process that a loader forks would print a warning."""
-    before, os.environ[PARALLELISM] = os.environ.get(PARALLELISM), "false"
+def _all_cores() -> Iterator[None]:
+    """Tokenizers use all cores here, and one in processes forked later, each of which would print a warning else."""
+    os.environ.pop(PARALLELISM, None)
     try:
         yield
     finally:
-        del os.environ[PARALLELISM]
-        if before is not None:
-            os.environ[PARALLELISM] = before
+        os.environ[PARALLELISM] = "false"
 
 
-def _write_all(units: list[tuple[Unit, str]], encoder: Encoder, folder: Path, workers: int, advance: Any) -> None:
-    """Writes shards one after the other, from one stream of batches: no thread waits at the end of a unit."""
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            stream = _encoded([unit for unit, _ in units], encoder, threads, ahead=2 * workers)
-            for unit, key in units:
-                with _ShardWriter(folder, key, unit.name, encoder.dtype) as writer:
-                    for encoded, is_last in stream:
-                        writer.add(encoded)
-                        advance(encoded.size, len(encoded.tokens))
-                        if is_last:
-                            break
+def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Any) -> None:
+    waiting = iter(todo)
+    writer: _ShardWriter | None = None
+    try:
+        for batch in batches(_documents(todo, encoder.reading), BATCH_BYTES * cores()):
+            for record, encoded in zip(batch, encoder(batch), strict=True):
+                writer = writer or _ShardWriter(folder, next(waiting), encoder.dtype)
+                if record is END:
                     writer.finish()
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+                    writer = None
+                else:
+                    writer.add(encoded)
+                    advance(record.size, len(encoded.tokens))
+    finally:
+        if writer is not None:
+            writer.files.close()
 
 
-def _encoded(
-    units: list[Unit], encoder: Encoder, threads: ThreadPoolExecutor, ahead: int
-) -> Iterator[tuple[Encoded, bool]]:
-    """The encoded batches of all units in order, each with whether it is its unit's last.
-
-    Threads are enough: the tokenizer, which runs without the interpreter's lock, takes 97 % of the time.
-
-    Raises:
-        ValueError, OSError: a unit can't be read; after all before it were given.
-    """
-    waiting: deque[tuple[Future[Encoded], bool]] = deque()
-    for batch, is_last in _batches(units, encoder):
-        waiting.append((threads.submit(_encode, encoder, batch), is_last))
-        if len(waiting) > ahead:
-            future, last = waiting.popleft()
-            yield future.result(), last
-    for future, last in waiting:
-        yield future.result(), last
+def _documents(todo: list[Todo], reading: Reading) -> Iterator[Record]:
+    """The documents of all units in order, END behind those of each."""
+    for shard in todo:
+        yield from shard.unit.records(reading.field, reading.chat)
+        yield END
 
 
-def _encode(encoder: Encoder, batch: Batch | Exception) -> Encoded:
-    if isinstance(batch, Exception):
-        raise batch
-    return encoder(batch)
-
-
-def _batches(units: list[Unit], encoder: Encoder) -> Iterator[tuple[Batch | Exception, bool]]:
-    """The batches of all units in order, long texts divided, each with whether it is its unit's last.
-
-    An error ends them, in the place of the batch that can't be read.
-    """
-    reading = encoder.reading
-    for unit in units:
-        waiting = Batch("text")  # a unit without any batch is one without documents
-        try:
-            parts = (part for batch in unit.batches(reading.field, reading.chat) for part in encoder.divide(batch))
-            for number, part in enumerate(parts):
-                if number:
-                    yield waiting, False
-                waiting = part
-        except (ValueError, OSError) as error:
-            yield error, True
-            return
-        yield waiting, True
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _ShardWriter:
-    """One shard, under temporary names until it is complete and on disk."""
+    """One shard, under temporary names until it is complete and on disk; closing `files` removes what is not."""
 
-    def __init__(self, folder: Path, key: str, name: str, dtype: np.dtype):
-        self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
+    def __init__(self, folder: Path, shard: Todo, dtype: np.dtype):
+        self.folder, self.key, self.name, self.dtype = folder, shard.key, shard.unit.name, dtype
         self.digest = hashlib.sha256()
-        self.lengths: list[np.ndarray] = []
+        self.lengths: list[int] = []
         self.learnt: list[np.ndarray] = []
-        self.empty, self.wordless, self.literals, self.unfinished = 0, 0, 0, False
-
-    def __enter__(self) -> _ShardWriter:
+        self.empty, self.literals = 0, 0
         self.files = contextlib.ExitStack()
-        self.tokens = self.files.enter_context(temporary(self.folder, f"{self.key}.tokens"))
-        self.bounds = self.files.enter_context(temporary(self.folder, f"{self.key}.bounds"))
-        self.stream = self.files.enter_context(open(self.tokens, "wb"))
-        return self
+        self.tokens = self.files.enter_context(temporary(folder, f"{self.key}.tokens"))
+        self.stream = self.files.enter_context(self.tokens.open("wb"))
 
-    def __exit__(self, *error: object) -> None:
-        self.files.close()
-
-    def add(self, part: Encoded) -> None:
-        """Appends the documents of a batch; the first may be the rest of the last batch's last."""
-        data, lengths = part.tokens.tobytes(), part.lengths
+    def add(self, document: Encoded) -> None:
+        """Appends a document; one without tokens is counted, not kept."""
+        self.literals += document.literals
+        if not len(document.tokens):
+            self.empty += 1
+            return
+        data = document.tokens.tobytes()
         self.stream.write(data)
-        if part.learnt is not None:
-            self.learnt.append(part.learnt)
         self.digest.update(data)
-        if self.unfinished:
-            self.lengths[-1][-1] += lengths[0]
-            lengths = lengths[1:]
-        if len(lengths):
-            self.lengths.append(lengths)
-        self.unfinished = part.unfinished
-        self.empty += part.empty
-        self.wordless += part.wordless
-        self.literals += part.literals
+        self.lengths.append(len(document.tokens))
+        if document.learnt is not None:
+            self.learnt.append(document.learnt)
 
     def finish(self) -> None:
         """Moves the files into place, the note that makes them a shard last."""
         to_disk(self.stream)
-        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *self.lengths]), dtype="<i8")
-        self.digest.update(ends.tobytes())
-        with open(self.bounds, "wb") as stream:
-            stream.write(ends.tobytes())
-            to_disk(stream)
+        ends = np.cumsum([0, *self.lengths], dtype="<i8").tobytes()
+        self.digest.update(ends)
         if self.learnt:
             marks = np.concatenate(self.learnt).tobytes()
             self.digest.update(marks)
             write_whole(self.folder / f"{self.key}.learnt", marks)
-        counts = (len(ends) - 1, int(ends[-1]), self.empty)
-        digest = self.digest.hexdigest()
-        shard = Shard(
-            self.key, self.name, *counts, self.dtype.str, digest, self.wordless, self.literals, bool(self.learnt)
-        )
+        write_whole(self.folder / f"{self.key}.bounds", ends)
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
-        os.replace(self.bounds, self.folder / f"{self.key}.bounds")
-        write_note(self.folder, shard)
+        write_note(
+            self.folder,
+            Shard(
+                self.key,
+                self.name,
+                documents=len(self.lengths),
+                tokens=sum(self.lengths),
+                empty=self.empty,
+                dtype=self.dtype.str,
+                sha256=self.digest.hexdigest(),
+                literals=self.literals,
+                chat=bool(self.learnt),
+            ),
+        )
+        self.files.close()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ import numpy as np
 
 from retrofox.config import Source
 from retrofox.data.encode import Encoder, Reading
-from retrofox.data.sources import MESSAGES, listed, resolve
+from retrofox.data.read import batches
+from retrofox.data.sources import listed, resolve
 
 
 def documents(
@@ -32,15 +33,14 @@ def documents(
     """
     for source in sources:
         given = Source(path=os.fspath(source)) if isinstance(source, str | os.PathLike) else source
-        name = given.text_field or (MESSAGES if given.chat else text_field)
-        encode = Encoder(tokenizer, Reading(name, given.chat))
+        reading = Reading.of(given, text_field)
+        encode = Encoder(tokenizer, reading)
         for unit in resolve(given):
-            for batch in unit.batches(name, given.chat):
-                encoded = encode(batch)
-                ends = np.cumsum(encoded.lengths)[:-1]
-                for label, tokens in zip(encoded.names, np.split(encoded.tokens, ends), strict=False):
-                    if len(tokens) >= max(1, min_tokens):
-                        yield label, tokens.astype(np.int32)
+            for batch in batches(unit.records(reading.field, reading.chat)):
+                for record, encoded in zip(batch, encode(batch), strict=True):
+                    if len(encoded.tokens) >= max(1, min_tokens):
+                        # reports have the file's name, and not its folders
+                        yield record.name.rpartition("/")[2], encoded.tokens.astype(np.int32)
 
 
 def choose_windows(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrofox.anatomy import attentions, exempt_tokens, sliding_window
-from retrofox.data.sources import check_results_outside, listed
+from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import print_gates, print_live_share, write_files
 from retrofox.evaluation.live_share import LENGTHS, LiveShares, hear_gates
@@ -80,7 +80,6 @@ def inspect(
     if horizon is not None and not 0 < horizon < math.inf:
         raise ValueError(f"horizon must be a positive number of nats, such as 16; got {horizon}")
     check_folder(out)
-    check_results_outside(out, listed(data))
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded
     opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)

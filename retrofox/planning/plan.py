@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
-from retrofox.config.shipped import HOME, shipped
+from retrofox.config.shipped import shipped
 from retrofox.half_lives import initial_bias
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import flops_per_token, hours_of
@@ -280,7 +280,7 @@ def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:
     for entry in shipped():
         if "/" in entry.name:  # launch files
             continue
-        recipe = load_recipe(HOME / f"{entry.name}.yaml")
+        recipe = load_recipe(entry.file)
         config = KNOWN.get(recipe.model.removesuffix("-Instruct"))
         if config is None:
             continue

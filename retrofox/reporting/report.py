@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from retrofox.config import Source
-from retrofox.data.sources import check_results_outside, listed, resolve
+from retrofox.data.sources import listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baseline_names import parse_all
 from retrofox.evaluation.baselines import base_for
@@ -106,7 +106,6 @@ def report(
     _check(asked, chosen)
     folder = Path(out) if out is not None else _folder_in(asked.model)
     check_folder(folder)
-    check_results_outside(folder, asked.data)
     parts, missing = plan_parts(asked, chosen)
     if not parts:
         raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))

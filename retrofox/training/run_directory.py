@@ -11,7 +11,6 @@ import yaml
 
 from retrofox.config import ROLES, Recipe, dump, load_recipe, validate
 from retrofox.data.shards import Manifest
-from retrofox.data.sources import read_with
 from retrofox.parallel.settings import readers_of
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.files import write_json, write_whole
@@ -20,7 +19,7 @@ from retrofox.training import checkpoint
 from retrofox.version import __version__
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
-FREE_IN_DATA = ("cache", "workers")
+FREE_IN_DATA = ("cache",)
 FREE_IN_STAGE = (
     *("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor"),
     *("tiled_mlp", "offload_activations", "offload_optimizer"),
@@ -104,8 +103,7 @@ def refuse_mingling(recipe: Recipe) -> None:
     """Raises where a run would write over, or into, files that it did not write; writes nothing itself.
 
     Raises:
-        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it, or inside a directory of texts,
-            which would then change; OUTPUT has models of no run.
+        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it; OUTPUT has models of no run.
     """
     out = Path(recipe.output)
     model, run = Path(recipe.model).resolve(), out.resolve()
@@ -115,11 +113,6 @@ def refuse_mingling(recipe: Recipe) -> None:
         )
     if model.is_dir() and run.is_relative_to(model):
         raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
-    around = read_with(out, [source.path for source in (*recipe.data.train, *recipe.data.eval)])
-    if around is not None:
-        raise ValueError(
-            f"output {out} lies inside the data, {around}, and would be read as texts: choose another `output`"
-        )
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
     if theirs and not ours:

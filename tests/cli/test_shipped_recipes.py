@@ -1,6 +1,5 @@
 """The recipes in the package: all of them, listed, shown and copied by `retrofox recipes`."""
 
-import json
 import re
 from pathlib import Path
 
@@ -28,13 +27,7 @@ def test_ls_says_what_each_is_for_and_takes(run):
     assert [line.split()[0] for line in lines] == [recipe.name for recipe in shipped()]
     stretch = next(line for line in lines if line.startswith("smollm2-stretch"))
     assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "3 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
-    code, out, _ = run("recipes", "ls", "--json")
-    rows = json.loads(out)
-    for row in rows:
-        wanted = {"run"} if row["name"].startswith("accelerate/") else {"short", "hardware", "tokens", "time", "result"}
-        assert row["about"]
-        assert ("corpus" in row) == (row["name"].startswith("smollm2-") and row["name"] != "smollm2-fox-paper")
-        assert wanted <= set(row)
+    assert all(len(re.split(r"  +", line)) == 5 for line in lines if not line.startswith("accelerate/"))
 
 
 def test_show_prints_the_file_itself(run):
@@ -58,7 +51,7 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     (tmp_path / "smollm2-lora.yaml").write_text("mine")
     code, _, err = run("recipes", "cp", "smollm2-lora")
     assert code == 2
-    assert "exists: remove it" in err
+    assert "File exists: 'smollm2-lora.yaml'" in " ".join(err.split())
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
     assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
     assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
@@ -66,14 +59,14 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert (code, out.strip()) == (0, "folder/smollm2-control.yaml")
     (tmp_path / "file").touch()
     for place, what in (
-        ("file", "file exists"),
-        ("file/x.yaml", "file exists"),
-        ("file/x/y.yaml", "can't write file/x/y"),
-        ("absent/x/y.yaml", "can't write absent/x/y.yaml: No such file or directory"),
+        ("file", "File exists: 'file'"),
+        ("file/x.yaml", "File exists: 'file'"),
+        ("file/x/y.yaml", "Not a directory: 'file/x'"),
+        ("absent/x/y.yaml", "No such file or directory: 'absent/x'"),
     ):
         code, _, err = run("recipes", "cp", "smollm2-control", place)
         assert code == 2
-        assert what in err
+        assert what in " ".join(err.split())
     assert not (tmp_path / "absent").exists()
 
 
@@ -83,6 +76,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
         assert code == 2
         assert "did you mean 'smollm2-stretch'?" in " ".join(err.split())
     with pytest.raises(
-        ValueError, match=r"there are .*smollm2-control, smollm2-fox-paper, smollm2-fox-pro, smollm2-fox, smollm2-lora"
+        FileNotFoundError,
+        match=r"or one of .*smollm2-control, smollm2-fox-paper, smollm2-fox-pro, smollm2-fox, smollm2-lora",
     ):
         named("nothing of the kind at all")

@@ -88,14 +88,17 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
         ("fox.rope=dropp", ["fox", "drop"]),
         ("fox.half_life=5", ["fox", "half_life takes two numbers"]),
-        ("fox=3", ["fox: a mapping such as {rope", "got 3"]),
+        ("fox=3", ["fox: the fox section must be a mapping", "got a int"]),
         ("fox.max_wavelength=far", ["fox: max_wavelength must be a positive number of tokens; got 'far'"]),
         ("fox.layer_max_wavelength=3", ["fox: layer_max_wavelength takes tokens per layer"]),
         ("seed=-1", ["seed", "greater than or equal to 0"]),
         ("lora={targets: []}", ["lora.targets", "at least 1 item"]),
         ("stages.0.trainable=[]", ["stages.0.trainable", "at least 1 item"]),
         ("stages.0.sequence_length=1", ["stages.0.sequence_length", "greater than or equal to 2"]),
-        ("stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}", ["rates.rest: must be 0"]),
+        (
+            "stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}",
+            ["rates.rest must be 0"],
+        ),
         ("stages.0.objective=aline", ["'aline'", "'align'"]),
         ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
         ("stages.0.tokens=2e15", ["stages.0.tokens", "less than or equal"]),
@@ -111,11 +114,13 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
-        ("stages.0.temperature=2", ["temperature: belongs to objective distill, and this one is extend: remove it"]),
-        ("data.questions=0.5", ["fact_share is 0 in data: set it"]),
-        ("data.train.0={path: a, questions: 0.5}", ["fact_share is 0 in a: set it, or leave questions out"]),
-        ("data.eval=[a, {path: b, weight: 3}]", ["data: eval.1.weight: ", "remove it, got 3"]),
-        ("stages.0.ce_weight=0.5", ["ce_weight: belongs to objective distill"]),
+        ("stages.0.temperature=2", ["temperature: unknown key, given 2 (belongs to objective distill: remove it)"]),
+        ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
+        (
+            "data.train=[{path: a, reflow: 0.25}]",
+            ["reflow: unknown key, given 0.25 (is no more: remove"],
+        ),
+        ("stages.0.ce_weight=0.5", ["ce_weight: unknown key, given 0.5 (belongs to objective distill: remove it)"]),
         (
             "stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}",
             ["allowed 'auto' or"],
@@ -132,7 +137,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["list of 1"]),
         ("stages.².tokens=5", ["list of 1"]),
-        ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a number of tokens", "'soon'"]),
+        ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a finite number of tokens", "'soon'"]),
         ("model.x=1", ["has no key"]),
         ("stages=[]", ["stages"]),
         ("seed", ["a.b=c"]),
@@ -155,7 +160,7 @@ def extends(recipe: Recipe) -> ExtendStage:
 @pytest.mark.parametrize("objective", ["adapt", "align", "distill"])
 def test_only_extend_takes_positions_that_skip(recipe_file, objective):
     stage = f"stages.0={{objective: {objective}, tokens: 9, sequence_length: 3, max_position: 9}}"
-    with pytest.raises(ValueError, match=rf"max_position: belongs to objective extend.*is {objective}: remove it"):
+    with pytest.raises(ValueError, match=r"max_position: unknown key, given 9 \(belongs to objective extend"):
         load_recipe(recipe_file, [stage])
     assert extends(load_recipe(recipe_file, [stage.replace(objective, "extend")])).max_position == 9
 
@@ -188,7 +193,7 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
     "key", ["r", "lora_alpha", "target_modules", "lora_dropout", "use_dora", "modules_to_save", "bias", "use_rslora"]
 )
 def test_every_key_of_a_peft_config_has_a_hint(key, recipe_file):
-    with pytest.raises(ValueError, match=rf"lora\.{key}: (unknown key, given 1 \(did you mean \w+\?\)|.*: remove it)"):
+    with pytest.raises(ValueError, match=rf"lora\.{key}: unknown key, given 1 \(.+\)\. Known"):
         load_recipe(recipe_file, [f"lora.{key}=1"])
 
 
@@ -405,14 +410,13 @@ def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
     assert [source.fact_share for source in load_recipe(recipe_file, changes).data.read_as()] == [0.2, 0.7]
     load_recipe(recipe_file, changes)
     assert [record.message for record in caplog.records] == ["recall is the old name of fact_share"]
-    with pytest.raises(ValueError, match=r"data: recall is the old name of fact_share: remove it"):
-        load_recipe(recipe_file, ["data.recall=0.7", "data.fact_share=0.7"])
 
 
 def test_a_recipe_of_a_run_made_before_still_loads():
     stage = {"objective": "distill", "tokens": 9, "sequence_length": 3}
     values = {"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [{**stage, "teacher_logits": None}]}
     values["log"] = {"heads_every": None}
+    values["data"] = {"train": [{"path": "t", "reflow": 0.0, "recase": 0.0}], "workers": 4}
     budget = {"share": 0.5, "form": "equal"}
     values["stages"].append({**stage, "objective": "extend", "budget": budget})
     assert validate(values).stages[0].tokens == 9

@@ -74,7 +74,7 @@ def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer, mak
         (tokens,) = open_tokens(prepared([path], tokenizer, tmp_path / "out", text_field="body"))
         assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
     assert prepared([f"hf:{tmp_path / 'both'}:test"], tokenizer, tmp_path / "out", text_field="body").documents == 3
-    with pytest.raises(ValueError, match=r"no column 'text' of text; there are .*body"):
+    with pytest.raises(ValueError, match=r"no field 'text'; the record has .*'body'.*: set text_field"):
         prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")
     with pytest.raises(ValueError, match="saved to disk with splits train, test and no configs; asked for: dev"):
         prepared([f"hf:{tmp_path / 'both'}::dev"], tokenizer, tmp_path / "out")
@@ -156,7 +156,7 @@ def test_parquet_columns_of_every_kind_of_text(tmp_path, tokenizer, prepared):
         pq.write_table(pa.table({"text": column}), path)
         assert prepared([path], tokenizer, tmp_path / "out").documents == 2
     pq.write_table(pa.table({"text": [["a"], ["b"]]}), path)
-    with pytest.raises(ValueError, match="of text; 'text' holds list"):
+    with pytest.raises(ValueError, match="field 'text' must hold text, got list: set text_field"):
         prepared([path], tokenizer, tmp_path / "out")
 
 
@@ -174,7 +174,7 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
         prepared([tmp_path / "nowhere"], tokenizer, out)
-    with pytest.raises(FileNotFoundError, match="no file matches"):
+    with pytest.raises(FileNotFoundError, match=r"no data at .*\*\.nothing"):
         prepared([tmp_path / "*.nothing"], tokenizer, out)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no readable file.*\.parquet"):
@@ -188,7 +188,7 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=rf"{tmp_path}/latin.txt: not UTF-8"):  # several folders may hold such a name
         prepared([tmp_path / "latin.txt"], tokenizer, out)
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(LINES * 9)[:-20])
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress((LINES + b"\n") * 9)[:-20])
     with pytest.raises(ValueError, match=r"torn.jsonl.gz: can't be read .* damaged"):
         prepared([tmp_path / "torn.jsonl.gz"], tokenizer, out)
     (tmp_path / "blank.txt").write_text(" \n")
@@ -198,5 +198,5 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     with pytest.raises(ValueError, match=r"no text in it \(empty documents: 0\): give texts"):
         prepared([tmp_path / "mark.jsonl"], tokenizer, out)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"Not a directory.*set data\.cache"):
+    with pytest.raises(NotADirectoryError):
         prepared([texts[0]], tokenizer, tmp_path / "file" / "out")

@@ -6,8 +6,7 @@ import pytest
 
 from retrofox.config import Source
 from retrofox.data.packed import open_tokens
-from retrofox.data.sources import resolve
-from retrofox.data.streamed import sliced
+from retrofox.data.sources import resolve, sliced
 
 datasets = pytest.importorskip("datasets")
 
@@ -72,7 +71,7 @@ def test_another_version_of_the_set_is_tokenised_anew(hub, tmp_path, tokenizer, 
 
 def test_bad_slices_and_columns_are_refused(hub, tmp_path, tokenizer, prepared):
     for path, message in (
-        ("hf:org/books:train[:9]", r"no column 'text' of text; there are body, n: set text_field"),
+        ("hf:org/books:train[:9]", r"books:train:1: no field 'text'; the record has 'body', 'n': set text_field"),
         (
             "hf:org/books::dev[:9]",
             r"hf:org/books::dev\[:9\]: can't be loaded: no rows 0 to 9 of a split 'dev'; there are: train",
@@ -81,7 +80,7 @@ def test_bad_slices_and_columns_are_refused(hub, tmp_path, tokenizer, prepared):
     ):
         with pytest.raises(ValueError, match=message):
             prepared([path], tokenizer, tmp_path / "out")
-    with pytest.raises(ValueError, match="no column 'n' of text; 'n' holds int"):
+    with pytest.raises(ValueError, match="field 'n' must hold text, got int"):
         prepared(["hf:org/books:train[:9]"], tokenizer, tmp_path / "out", text_field="n")
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from retrofox.config import Recipe, Source
-from retrofox.data import pieces
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.prepare import prepare
-from retrofox.data.read import Batch
 from retrofox.data.shards import prepare_sources
 
 TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
@@ -59,30 +56,10 @@ def test_a_text_without_special_tokens_says_nothing_of_them(tokenizer, tmp_path,
     assert "special" not in capsys.readouterr().err
 
 
-def test_pieces_of_a_long_text_are_plain_text_too(tokenizer, monkeypatch, make_text):
-    monkeypatch.setattr(pieces, "PIECE", 1000)
-    encoder, text = Encoder(tokenizer), f"{make_text(0, 300)} {TEXT} {make_text(1, 300)}"
-    parts = list(encoder.divide(Batch("bytes", [text.encode()], ["a"], 100)))
-    encoded = [encoder(part) for part in parts]
-    assert len(parts) > 1
-    assert sum(part.literals for part in encoded) == 3
-    ids = [token for part in encoded for token in part.tokens.tolist()]
-    assert ids == encoder(Batch("text", [text], ["a"])).tokens.tolist()
-    assert SPECIAL.isdisjoint(ids[:-1])
-
-
 def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
     encoder = Encoder(tokenizer)
     encoder.fast = None
     assert SPECIAL.isdisjoint(encoder.encode([TEXT])[0].tolist()[:-1])
-
-
-def test_threads_read_plain_text_too(tokenizer, tmp_path):
-    lines = "".join(json.dumps({"text": f"{number} {TEXT}"}) + "\n" for number in range(20))
-    (tmp_path / "a.jsonl").write_text(lines)
-    manifest = prepare_sources([Source(path=str(tmp_path / "a.jsonl"))], tokenizer, tmp_path / "out", workers=2)
-    (tokens,) = open_tokens(manifest)
-    assert all(SPECIAL.isdisjoint(tokens.document(number).tolist()[:-1]) for number in range(20))
 
 
 def test_a_recipe_says_how_special_tokens_are_read(file, tokenizer, tmp_path):

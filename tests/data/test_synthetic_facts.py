@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,39 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from retrofox.config import Source
-from retrofox.data.files import Digests
+from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import resolve
 from retrofox.data.synthetic_facts import TELLINGS, with_facts
 from retrofox.data.windows import documents
 
-WORDS = [
-    "grey",
-    "fox",
-    "walked",
-    "over",
-    "seven",
-    "frozen",
-    "rivers",
-    "towards",
-    "northern",
-    "light",
-    "house",
-    "while",
-    "winter",
-    "winds",
-    "were",
-    "calling",
-    "under",
-    "silent",
-    "stars",
-    "beyond",
-    "distant",
-    "hills",
-    "and",
-    "harbour",
-    "lamps",
-]
+PHRASE = """grey fox walked over seven frozen rivers towards northern light house while winter winds were calling under
+silent stars beyond distant hills and harbour lamps"""
+WORDS = PHRASE.split()
 LINES = (" ".join(WORDS[(7 * n + k) % len(WORDS)] for k in range(12)) + f" {n}" for n in range(400))
 TEXT = "\n".join(LINES)
 
@@ -76,24 +50,17 @@ def test_short_and_wordless_texts_stay_as_they_are():
     assert with_facts("1 2 3 4 5") == "1 2 3 4 5"
 
 
-def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
+def test_a_source_with_facts_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
     (tmp_path / "a.txt").write_text(TEXT)
-    plain, recalled = (Source(path=str(tmp_path / "a.txt"), fact_share=share) for share in (0.0, 1.0))
-    (_, one), (_, other) = (next(iter(documents([source], pico_tokenizer))) for source in (plain, recalled))
-    assert len(other) > len(one)
-    assert not np.array_equal(one, other[: len(one)])
-    digests = Digests()
-    assert resolve(plain)[0].identity(digests) != resolve(recalled)[0].identity(digests)
-
-
-def test_how_many_documents_take_no_facts_is_said_also_of_a_reused_shard(tmp_path: Path, pico_tokenizer, capsys):
-    texts = [" ".join(WORDS[n : n + 5]) for n in range(3)] + [f"{n} {TEXT}" for n in range(4)] + [" "]
-    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    short = "3 of 7 documents take no made-up facts (fact_share): they have fewer than 16 different words"
-    for share, said in ((0.6, True), (0.6, True), (0.0, False)):
-        source = Source(path=str(tmp_path / "some.jsonl"), fact_share=share)
-        prepare_sources([source], pico_tokenizer, tmp_path / "cache")
-        assert (short in capsys.readouterr().err) == said
+    shares = ((0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0))
+    sources = [Source(path=str(tmp_path / "a.txt"), fact_share=facts, questions=asked) for facts, asked in shares]
+    found = [next(iter(documents([source], pico_tokenizer)))[1] for source in sources]
+    assert len(found[1]) > len(found[0])
+    assert not np.array_equal(found[0], found[1][: len(found[0])])
+    made = [prepare_sources([source], pico_tokenizer, tmp_path / "cache", progress=False) for source in sources]
+    assert len({manifest.sources[0].shards[0].key for manifest in made}) == 4
+    for manifest, tokens in zip(made, found, strict=True):
+        assert np.array_equal(open_tokens(manifest)[0].document(0), tokens)
 
 
 def test_a_question_names_the_key_and_comes_right_before_the_second_telling():
@@ -122,12 +89,8 @@ def test_without_questions_facts_are_what_they_were():
     assert digest == "3aa497e80d07af1e85674e4e5a2dfaecb60b0dd2a725f11a8d1ede81ba0d4e14"
 
 
-def test_a_share_of_the_facts_is_asked_for_and_the_shard_is_another(tmp_path: Path):
+def test_a_share_of_the_facts_is_asked_for():
     texts = [f"{n} {TEXT}" for n in range(40)]
     total = sum(with_facts(text).count("belongs with") for text in texts) // 2
     asked = sum(with_facts(text, questions=0.5).count("With what does") for text in texts)
     assert 0.25 * total < asked < 0.75 * total
-    (tmp_path / "a.txt").write_text(TEXT)
-    digests = Digests()
-    sources = [Source(path=str(tmp_path / "a.txt"), fact_share=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
-    assert len({resolve(source)[0].identity(digests) for source in sources}) == 3

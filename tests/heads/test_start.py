@@ -200,7 +200,7 @@ def test_a_recipe_measures_on_the_texts_it_trains_on(base, text, tmp_path):
             "model": base,
             "output": str(tmp_path / "run"),
             "fox": {"init": "measured", "open_heads": 1, "half_life": [4, 64]},
-            "data": {"train": [text], "cache": str(tmp_path / "cache"), "workers": 1},
+            "data": {"train": [text], "cache": str(tmp_path / "cache")},
             "stages": [stage],
             "precision": "fp32",
             "dataloader_workers": 0,

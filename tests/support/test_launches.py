@@ -61,7 +61,7 @@ def recipe(tmp_path, pico_fox_checkpoint):
     values = {
         "model": str(pico_fox_checkpoint),
         "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache")},
         "stages": [{"objective": "extend", "tokens": 128, "sequence_length": 64, "batch_tokens": 128}],
         "precision": "fp32",
     }

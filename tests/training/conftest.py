@@ -98,7 +98,7 @@ def recipe_values(tmp_path, pico_checkpoint, pico_fox_checkpoint) -> Callable[..
             "model": str(pico_fox_checkpoint if converted else pico_checkpoint),
             **fox,
             "output": str(tmp_path / output),
-            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1, **(data or {})},
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), **(data or {})},
             "stages": [{**STAGE, **stage} for stage in stages or ({},)],
             "precision": "fp32",
             "log": {"every": 1},

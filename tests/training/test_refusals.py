@@ -43,14 +43,6 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(recipe, tmp_path, pico_fo
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint}")
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint / 'run'}")
     assert sorted(pico_fox_checkpoint.iterdir()) == before
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "text.txt").rename(tmp_path / "texts" / "text.txt")
-    data = f"data.train=['{tmp_path / 'texts'}']"
-    for inside in ("texts", "texts/run"):
-        assert f"{inside} lies inside the data, " in refusal(recipe, data, f"output={tmp_path / inside}")
-    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["text.txt"]
-    for _ in range(2):  # a folder that no source searches
-        train(load_recipe(recipe, [data, f"output={tmp_path / 'texts' / '_runs' / 'a'}"]))
 
 
 @pytest.mark.parametrize(

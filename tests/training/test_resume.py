@@ -72,7 +72,7 @@ def test_data_changed_between_stages_is_refused(recipe, tmp_path):
         run(recipe)
     (tmp_path / "text.txt").write_text(text)
     shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
-    run(recipe, f"data.cache={tmp_path / 'elsewhere'}", "data.workers=2")
+    run(recipe, f"data.cache={tmp_path / 'elsewhere'}")
 
 
 def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again(recipe, tmp_path):

@@ -37,7 +37,6 @@ def whole(tmp_path_factory, pico_fox, pico_tokenizer) -> Path:
             "train": [str(folder / "train.txt")],
             "eval": [str(folder / "held-out.txt")],
             "cache": str(folder / "cache"),
-            "workers": 1,
         },
         "stages": [stage, stage],
         "precision": "fp32",
