@@ -72,8 +72,8 @@ for side in (_Loader, _Dumper):
 
 
 def write_yaml(values: Any) -> str:
-    """YAML of plain values, in their order; `read_yaml` gives them back."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """YAML of plain values, in their order, on one line where nothing is nested; `read_yaml` gives them back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
 def read_yaml(text: str, origin: str) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from retrofox.config import ExtendStage, Recipe, validate
+from retrofox.config import Recipe, validate
+from retrofox.config.yaml_text import write_yaml
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of, trained_length
 from retrofox.planning.memory import Setting, memory
-from retrofox.planning.plan import changes_that_fit, fits, longest_row
+from retrofox.planning.plan import changes_that_fit, longest_row
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import count_steps
 from retrofox.support.counts import size
@@ -30,12 +31,13 @@ SMALLEST: dict[str, Any] = {"gradient_checkpointing": "full", "tiled_mlp": "auto
 GATES: dict[str, Any] = {"init": "measured", "half_life": [16, 512], "gate_heads": "kv", "horizon": 8}
 OPEN_SHARE = 0.1
 """Of the kv heads, those that start open. Both as in smollm2-stretch."""
-DATA = ("hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]")
+BOOKS, HELD_OUT = "hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]"
 
 
 class Choice(NamedTuple):
-    """A recipe that fits, how its weights are split, and why it was chosen."""
+    """A recipe that fits, as plain values and read, how its weights are split, and why it was chosen."""
 
+    values: dict[str, Any]
     recipe: Recipe
     setting: Setting
     why: str
@@ -80,7 +82,7 @@ def new_recipe(
             if longest
             else f"{model} fits {on.name} ({size(on.memory)}) in no way: take a larger GPU"
         )
-    return _text(choice, shape, on, trained)
+    return _text(choice, shape, on)
 
 
 def _values(
@@ -88,24 +90,26 @@ def _values(
 ) -> dict[str, Any]:
     batch = max(STEP_TOKENS, length * gpus) // (length * gpus) * length * gpus
     reach = max(8 * trained, length)
-    train, held_out = (data, None) if data else DATA
+    texts = {"train": [data]} if data else {"train": [BOOKS], "eval": [HELD_OUT]}
+    skips = {"max_position": reach} if reach > length else {}
+    stage = {
+        "objective": "extend",
+        "tokens": STEPS * batch,
+        "sequence_length": length,
+        **skips,
+        "batch_tokens": batch,
+        "micro_batch": max(1, min(batch // (length * gpus), ROWS // length)),
+        "schedule": "linear",
+        "warmup_tokens": 10 * batch,
+    }
     return {
         "model": model,
         "output": output,
         "fox": {"rope": "interpolate", "rope_factor": -(-reach // trained), **GATES, "open_heads": open_heads},
-        "data": {"train": [train], "eval": [held_out] if held_out else []},
-        "stages": [
-            {
-                "objective": "extend",
-                "tokens": STEPS * batch,
-                "sequence_length": length,
-                "batch_tokens": batch,
-                "micro_batch": max(1, min(batch // (length * gpus), ROWS // length)),
-                "schedule": "linear",
-                "warmup_tokens": 10 * batch,
-                **({"max_position": reach} if reach > length else {}),
-            }
-        ],
+        "data": {"fact_share": 0.7, "questions": 0.5, **texts},
+        "stages": [stage],
+        "dataloader_workers": 4,
+        "checkpoint": {"every_tokens": STEPS * batch // 2},
     }
 
 
@@ -123,65 +127,40 @@ def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adap
         rates = FULL_RATES if lora is None else LORA_RATES
         rate = next(rate for most, rate in rates if shape.parameters <= most)
         stage = {**values["stages"][0], "learning_rate": rate, "rates": {"gate_bias": 1e-3, "gate_weight": 1e-3}}
-        recipe = validate({**values, "lora": lora, "stages": [stage]})
+        adapted = values if lora is None else {**values, "lora": lora}
+        recipe = validate({**adapted, "stages": [stage]})
         setting = Setting(gpus, sharding, on.gpu)
         changes = changes_that_fit(shape, recipe, recipe.stages[0], on, setting)
         if changes is None:
             continue
-        recipe = validate({**values, "lora": lora, "stages": [{**stage, **changes}]})
-        assert fits(shape, recipe, recipe.stages[0], on, setting)
-        yield Choice(recipe, setting, why)
+        chosen = {**adapted, "stages": [{**stage, **changes}]}
+        yield Choice(chosen, validate(chosen), setting, why)
 
 
-def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
+def _text(choice: Choice, shape: Shape, on: Hardware) -> str:
     recipe, stage, setting = choice.recipe, choice.recipe.stages[0], choice.setting
-    assert isinstance(stage, ExtendStage)
-    assert recipe.fox is not None
     needed = sum(memory(shape, recipe, stage, setting).values())
-    tokens = count_steps(stage, stage.batch_tokens or 1) * (stage.batch_tokens or 1)
-    hours = "unknown for this device"
+    hours, file = "unknown", "for this device"
     if on.flops is not None:
-        found = hours_of(shape, recipe, stage, tokens, on.flops, setting.gpus, setting.sharding)
-        hours = f"{found.low:.1f} to {found.high:.1f} hours by the shares of the peak in benchmarks/{found.file}"
+        found = hours_of(shape, recipe, stage, stage.tokens, on.flops, setting.gpus, setting.sharding)
+        hours, file = (
+            f"{found.low:.1f} to {found.high:.1f} hours",
+            f"by the shares of the peak in benchmarks/{found.file}",
+        )
     launch = (
         f"accelerate launch --config_file recipes/accelerate/{setting.sharding}.yaml --num_processes {setting.gpus}"
     )
     several = f"; {launch} -m retrofox train RECIPE" if setting.gpus > 1 else ""
-    kind = "whole weights" if recipe.lora is None else "adapters of rank 16"
-    switches = [
-        f"    {key}: {str(getattr(stage, key)).lower()}"
-        for key in ("gradient_checkpointing", "tiled_mlp", "offload_activations", "offload_optimizer")
-        if getattr(stage, key) not in ("none", False)
-    ]
-    lora = "" if recipe.lora is None else f"lora: {{rank: 16{', quantize: nf4' if recipe.lora.quantize else ''}}}\n"
-    held_out = ", ".join(f'"{source.path}"' for source in recipe.data.eval)
-    skips = f"    max_position: {stage.max_position} # positions skip ahead, so that RoPE learns them\n"
-    return "".join(
-        (
-            f"# {recipe.model} with stretched rotary pairs, forget gates and a horizon, rows of "
-            f"{stage.sequence_length:,} tokens, {kind}. Not run here.\n#\n",
-            f"# short:    gates, horizon, stretched RoPE to {stage.sequence_length // 1024}k, "
-            f"{'whole weights' if recipe.lora is None else 'by LoRA'} | {setting.gpus} x {on.memory / 1e9:.0f} GB | "
-            f"{hours.partition(' hours')[0]} hours (computed)\n",
-            f"# hardware: {setting.gpus} x {on.name}{several}\n",
-            f"# tokens:   {tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps\n",
-            f"# time:     not run here: {hours}\n",
-            f"# result:   not run here. {choice.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by "
-            "`retrofox plan`\n",
-            f"model: {recipe.model}\noutput: {recipe.output}\n",
-            f"fox: {{rope: interpolate, rope_factor: {recipe.fox.rope_factor:g}, init: measured, half_life: [16, 512], "
-            f"gate_heads: kv,\n  open_heads: {recipe.fox.open_heads}, horizon: 8}} # RoPE: times {trained:,} tokens\n",
-            lora,
-            "data:\n  fact_share: 0.7\n  questions: 0.5\n",
-            f'  train: ["{recipe.data.train[0].path}"] # your own: [books/]\n  eval: [{held_out}]\n',
-            "stages:\n  - objective: extend\n",
-            f"    tokens: {stage.tokens}\n    sequence_length: {stage.sequence_length}\n",
-            skips if stage.max_position else "",
-            f"    batch_tokens: {stage.batch_tokens}\n    micro_batch: {stage.micro_batch}\n",
-            f"    learning_rate: {stage.learning_rate:g}\n    rates: {{gate_bias: 1e-3, gate_weight: 1e-3}}\n",
-            f"    schedule: linear\n    warmup_tokens: {stage.warmup_tokens}\n",
-            "\n".join([*switches, ""]),
-            "precision: bf16\ndataloader_workers: 4\n",
-            f"checkpoint: {{every_tokens: {tokens // 2}, keep: 2}}\n",
-        )
-    )
+    length, kind = stage.sequence_length, "whole weights" if recipe.lora is None else "LoRA"
+    comment = f"""\
+# {recipe.model} with stretched rotary pairs, forget gates and a horizon, rows of {length:,} tokens, {kind}.
+# Put your own texts in place of the books, such as train: [books/].
+#
+# short:    gates, horizon, stretched RoPE to {length // 1024}k, {kind} | \
+{setting.gpus} x {on.memory / 1e9:.0f} GB | {hours} (computed)
+# hardware: {setting.gpus} x {on.name}{several}
+# tokens:   {stage.tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps
+# time:     not run here: {hours} {file}
+# result:   not run here. {choice.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by `retrofox plan`
+"""
+    return comment + write_yaml(choice.values)
