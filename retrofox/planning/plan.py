@@ -15,11 +15,9 @@ from typing import Any
 
 from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
-from retrofox.half_lives import initial_bias
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import flops_per_token, hours_of
 from retrofox.planning.known import KNOWN, config_of, trained_length
-from retrofox.planning.live_share import HORIZON, live_shares
 from retrofox.planning.memory import Setting, adapter_parameters, cpu_memory, memory, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
@@ -101,7 +99,6 @@ def plan(
         "sharding": setting.sharding if gpus > 1 else None,
         "device_memory_gb": on.memory / 1e9,
         "stages": stages,
-        "live_share": _live_at_start(shape, spec),
         "disk_gb": disk,
         "disk_free_gb": free / 1e9,
         "hours": total,
@@ -239,15 +236,6 @@ def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         middle = (low + high) // 2
         low, high = (middle, high) if has_room(middle) else (low, middle)
     return 256 * low
-
-
-def _live_at_start(shape: Shape, spec: Any) -> dict[str, float] | None:
-    """Live shares of the half-lives that gates start with; None without gates, and where a text decides."""
-    if spec is None or spec.gate == "none" or spec.init == "measured":
-        return None
-    heads = shape.gates[1] or shape.heads
-    rates = [math.log1p(math.exp(-bias)) for bias in initial_bias(spec, heads)]
-    return live_shares([rates], spec.horizon or HORIZON, min(shape.kv_heads, heads))
 
 
 def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import size
 
 
@@ -29,10 +28,6 @@ def print_plan(report: dict[str, Any]) -> None:
     disk = report["disk_gb"]
     parts = ", ".join(f"{k} {size(1e9 * v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))
     say(f"disk: {size(1e9 * disk['total'])} at most ({parts}) of {size(1e9 * report['disk_free_gb'])} free")
-    if report["live_share"]:
-        live = report["live_share"]
-        shares = ", ".join(f"{n} {live[f'live_operations_{n}']:.0%} / {live[f'live_cache_{n}']:.0%}" for n in LENGTHS)
-        say(f"keys that the gates leave alive at the start, operations / cache: {shares}")
     for number, stage in enumerate(report["stages"]):
         console.print(_table(f"stage {number}: {stage['objective']}", stage))
     if report["dollars"]:
