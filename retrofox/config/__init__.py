@@ -4,57 +4,20 @@ YAML -> `load_recipe` (overrides `a.b=c` applied, unknown keys refused) -> `Reci
 Importing this package imports no torch.
 """
 
-from retrofox.config.fields import Section
-from retrofox.config.reading import dump, load_recipe, schema, validate
-from retrofox.config.recipe import (
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    LoraConfig,
-    ParallelConfig,
-    Recipe,
-    RopeScaling,
-    Source,
-)
-from retrofox.config.stage import (
-    GATE_RATE_FACTOR,
-    ROLES,
-    AdaptStage,
-    AlignStage,
-    Budget,
-    BudgetedStage,
-    DistillStage,
-    ExtendStage,
-    Rates,
-    Stage,
-    TaughtStage,
-    stage_of,
-)
-
-__all__ = [
-    "GATE_RATE_FACTOR",
-    "ROLES",
-    "AdaptStage",
-    "AlignStage",
-    "Budget",
-    "BudgetedStage",
-    "CheckpointConfig",
-    "DataConfig",
-    "DistillStage",
-    "ExtendStage",
-    "LogConfig",
-    "LoraConfig",
-    "ParallelConfig",
-    "Rates",
-    "Recipe",
-    "RopeScaling",
-    "Section",
-    "Source",
-    "Stage",
-    "TaughtStage",
-    "dump",
-    "load_recipe",
-    "schema",
-    "stage_of",
-    "validate",
-]
+from retrofox.config.reading import dump as dump
+from retrofox.config.reading import load_recipe as load_recipe
+from retrofox.config.reading import schema as schema
+from retrofox.config.reading import validate as validate
+from retrofox.config.recipe import DataConfig as DataConfig
+from retrofox.config.recipe import LoraConfig as LoraConfig
+from retrofox.config.recipe import ParallelConfig as ParallelConfig
+from retrofox.config.recipe import Recipe as Recipe
+from retrofox.config.recipe import Source as Source
+from retrofox.config.stage import ROLES as ROLES
+from retrofox.config.stage import Budget as Budget
+from retrofox.config.stage import BudgetedStage as BudgetedStage
+from retrofox.config.stage import DistillStage as DistillStage
+from retrofox.config.stage import ExtendStage as ExtendStage
+from retrofox.config.stage import Stage as Stage
+from retrofox.config.stage import TaughtStage as TaughtStage
+from retrofox.config.stage import stage_of as stage_of

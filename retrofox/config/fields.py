@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
@@ -68,9 +68,6 @@ class Section(BaseModel):
     """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
-    told_by: ClassVar[str] = ""
-    """The key that tells a section's kinds apart, where there are several."""
-
     hints: ClassVar[dict[str, str]] = {}
     """Other programs' names for keys of this section, or keys without a counterpart here -> what to do."""
 
@@ -107,8 +104,3 @@ class Section(BaseModel):
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Rules between fields: whether one is broken, and what to do then."""
         yield from ()
-
-    @classmethod
-    def tags(cls) -> tuple[str, ...]:
-        """The values of that key which mean this kind."""
-        return get_args(cls.model_fields[cls.told_by].annotation)

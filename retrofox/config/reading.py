@@ -17,6 +17,7 @@ from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
 from retrofox.fox_spec import PRESETS
 from retrofox.spec_values import TOKENS
 from retrofox.support.counts import PATTERN
+from retrofox.support.files import text_of
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Recipe:
@@ -33,11 +34,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
             key, what was given and what is allowed.
     """
     file = recipe_file(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text ({error}): give the path of a YAML file") from None
-    values = read_yaml(text, str(file))
+    values = read_yaml(text_of(file), str(file))
     if not isinstance(values, dict):
         got = "nothing" if values is None else f"a {type(values).__name__}"
         raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {got}")
@@ -86,13 +83,11 @@ def _shown(given: object) -> str:
 
 
 def _lines(errors: Sequence[Any]) -> list[str]:
-    """A line for each key with errors; a value that is none of several kinds has an error for each kind."""
+    """A line for each key with errors: the first, where a value is none of several kinds."""
     lines: dict[str, str] = {}
     for item in errors:
         key, message = _explain(item)
-        if key in lines:
-            message = lines[key] + "; or " + message.removesuffix(f", given {_shown(item['input'])}")
-        lines[key] = message
+        lines.setdefault(key, message)
     return [f"{key}: {message}" for key, message in lines.items()]
 
 
@@ -128,9 +123,13 @@ def _did_you_mean(given: object, known: list[str]) -> str:
 
 
 def _owners(name: str, kinds: list[type[Section]]) -> str:
-    """Which kinds of a section take a key: "belongs to objective distill"."""
-    owners = [tag for kind in kinds if name in kind.model_fields for tag in kind.tags()]
-    return f"belongs to {kinds[0].told_by} {' and '.join(owners)}: remove it" if owners else ""
+    """Which objectives' stages take a key: "belongs to objective distill"."""
+    owners = [tag for kind in kinds if name in kind.model_fields for tag in _objectives(kind)]
+    return f"belongs to objective {' and '.join(owners)}: remove it" if owners else ""
+
+
+def _objectives(kind: type[Section]) -> tuple[str, ...]:
+    return get_args(kind.model_fields["objective"].annotation)
 
 
 def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], list[type[Section]]]:
@@ -140,7 +139,7 @@ def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], list[type[Sect
     siblings: list[type[Section]] = []
     for part in loc:
         if len(kinds) > 1 and isinstance(part, str):  # the kind of a section, which pydantic puts into the place
-            siblings, kinds = kinds, [kind for kind in kinds if part in kind.tags()]
+            siblings, kinds = kinds, [kind for kind in kinds if part in _objectives(kind)]
             continue
         if part in _UNION_MEMBERS or "[" in str(part):
             continue

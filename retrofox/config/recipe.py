@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from retrofox.config.fields import Fox, Place, Positive, Section
 from retrofox.config.stage import AnyStage
@@ -128,30 +128,16 @@ class LoraConfig(Section):
 
 
 class RopeScaling(Section):
-    """transformers' `rope_scaling` of an unconverted model."""
+    """transformers' `rope_scaling` of an unconverted model: further keys, such as yarn's beta_fast, go on to it."""
+
+    model_config = ConfigDict(extra="allow")
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
     factor: float = Field(gt=1, description="by how much the trained length is stretched")
-    original_max_position_embeddings: Positive | None = Field(
-        default=None, description="yarn, llama3: the length to count from; None = what the model was trained to"
-    )
-    attention_factor: float | None = Field(default=None, gt=0, description="yarn")
-    beta_fast: float | None = Field(default=None, gt=0, description="yarn")
-    beta_slow: float | None = Field(default=None, gt=0, description="yarn")
-    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3: longer wavelengths are divided")
-    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3: shorter wavelengths stay")
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        own = {
-            "yarn": {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"},
-            "llama3": {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-        }
-        for key in self.model_dump(exclude={"rope_type", "factor"}, exclude_none=True):
-            yield key not in own.get(self.rope_type, ()), f"{key} is not for rope_type {self.rope_type}: remove it"
-        yield (
-            self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0),
-            "rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second",
-        )
+        lacking = {"low_freq_factor", "high_freq_factor"} - set(self.model_extra or ())
+        yield self.rope_type == "llama3" and bool(lacking), "rope_type llama3 takes low_freq_factor, high_freq_factor"
 
 
 class CheckpointConfig(Section):

@@ -41,7 +41,6 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    told_by: ClassVar[str] = "objective"
     trains_new: ClassVar[bool] = True
     trains_pretrained: ClassVar[bool] = True
     """Which parts a stage trains unless its rates say otherwise."""

@@ -13,7 +13,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one "a.b=c" inside nested dicts and lists, creating missing sections.
 
     Raises:
-        ValueError: no "=", an index outside its list, or a path through something that is neither dict nor list.
+        ValueError: no "=", or a path to something that is not there.
     """
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
@@ -22,24 +22,17 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     value = read_yaml(text, f"override {override!r}")
     node: Any = values
     for depth, key in enumerate(keys):
-        here = ".".join(keys[:depth]) or "the recipe"
+        index: Any = int(key) if isinstance(node, list) and key.isdecimal() else key
         last = depth == len(keys) - 1
-        if isinstance(node, list):
-            if not key.isdecimal() or int(key) >= len(node):
-                raise ValueError(
-                    f"override {override!r}: {here} is a list of {len(node)}, give an index 0..{len(node) - 1}"
-                )
-            index: Any = int(key)
-        elif isinstance(node, dict):
-            index = key
-        else:
-            raise ValueError(f"override {override!r}: {here} is {node!r}, which has no key {key!r}")
-        if last:
-            node[index] = value
-            return
-        if isinstance(node, dict) and node.get(index) is None:
-            node[index] = {}
-        node[index] = node = copy.copy(node[index])  # an alias elsewhere keeps the old value
+        try:
+            if not last and isinstance(node, dict) and node.get(index) is None:
+                node[index] = {}
+            # a copy: an alias elsewhere keeps the old value
+            node[index] = value if last else copy.copy(node[index])
+            node = node[index]
+        except (TypeError, IndexError):
+            here = ".".join(keys[:depth]) or "the recipe"
+            raise ValueError(f"override {override!r}: {here} is {node!r}, which has no {key!r}") from None
 
 
 class _Loader(yaml.SafeLoader):

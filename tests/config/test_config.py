@@ -5,13 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from retrofox.config import ExtendStage, Recipe, dump, fields, load_recipe, schema, validate
 from retrofox.config.yaml_text import apply_override, read_yaml
@@ -84,35 +81,20 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.lerning_rate=1", ["stages.0.lerning_rate", "did you mean 'learning_rate'"]),
         ("stages.0.rates.gates=1", ["stages.0.rates.gates", "gate_bias"]),
         ("modle=x", ["modle", "did you mean 'model'"]),
-        ("data.train.0.pth=x", ["has no key 'pth'", "data.train.0"]),
+        ("data.train.0.pth=x", ["which has no 'pth'", "data.train.0"]),
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
-        ("fox.rope=dropp", ["fox", "drop"]),
         ("fox.half_life=5", ["fox", "half_life takes two numbers"]),
         ("fox=3", ["fox: the fox section must be a mapping", "got a int"]),
-        ("fox.max_wavelength=far", ["fox: max_wavelength must be a positive number of tokens; got 'far'"]),
-        ("fox.layer_max_wavelength=3", ["fox: layer_max_wavelength takes tokens per layer"]),
-        ("seed=-1", ["seed", "greater than or equal to 0"]),
         ("lora={targets: []}", ["lora.targets", "at least 1 item"]),
-        ("stages.0.trainable=[]", ["stages.0.trainable", "at least 1 item"]),
-        ("stages.0.sequence_length=1", ["stages.0.sequence_length", "greater than or equal to 2"]),
         (
             "stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}",
             ["rates.rest must be 0"],
         ),
         ("stages.0.objective=aline", ["'aline'", "'align'"]),
-        ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
         ("stages.0.tokens=2e15", ["stages.0.tokens", "less than or equal"]),
-        ("stages.0.tokens=-5", ["stages.0.tokens", "greater than 0"]),
         ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
         ("stages.0.tokens=1.5", ["stages.0.tokens: given 1.5", "whole"]),
-        ("log.eval_tokens=5Ti", ["log.eval_tokens: given '5Ti'", "512Ki"]),
-        ("fox.preset=fox-por", ["preset must be one of fox-stretch, fox-llama", "(did you mean 'fox-pro'?)"]),
-        ("fox={half_life: [8, 64], t_min: 2, t_max: 9}", ["give half_life, or t_min and t_max", "not both"]),
-        ("fox.t_min=2", ["t_min and t_max", "belong together"]),
-        ("fox={t_min: 9, t_max: 2}", ["0 < t_min <= t_max"]),
-        ("fox={preset: alibi, half_life: [8, 64]}", ["init alibi leaves it without effect"]),
         ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
-        ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature: unknown key, given 2 (belongs to objective distill: remove it)"]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
@@ -120,26 +102,21 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
             "data.train=[{path: a, reflow: 0.25}]",
             ["reflow: unknown key, given 0.25 (is no more: remove"],
         ),
-        ("stages.0.ce_weight=0.5", ["ce_weight: unknown key, given 0.5 (belongs to objective distill: remove it)"]),
         (
             "stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}",
             ["allowed 'auto' or"],
         ),
         ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
-        ("stages.0.max_position=0", ["stages.0.max_position", "greater than 0"]),
-        ("stages.0.max_position=far", ["stages.0.max_position", "'far'"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         (
             "stages.0={objective: extend, tokens: 9, sequence_length: 3, schedule: constant, min_lr_ratio: 0.1}",
             ["constant stays at 1: remove it, got 0.1"],
         ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
-        ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
-        ("stages.1.tokens=5", ["list of 1"]),
-        ("stages.².tokens=5", ["list of 1"]),
+        ("stages.1.tokens=5", ["stages is [{", "which has no '1'"]),
+        ("stages.².tokens=5", ["which has no '²'"]),
         ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a finite number of tokens", "'soon'"]),
-        ("model.x=1", ["has no key"]),
-        ("stages=[]", ["stages"]),
+        ("model.x=1", ["model is 'base', which has no 'x'"]),
         ("seed", ["a.b=c"]),
         ("seed=[", ["not valid YAML"]),
     ],
@@ -165,13 +142,6 @@ def test_only_extend_takes_positions_that_skip(recipe_file, objective):
     assert extends(load_recipe(recipe_file, [stage.replace(objective, "extend")])).max_position == 9
 
 
-def test_positions_skip_to_a_count_with_a_suffix_and_not_unless_asked(recipe_file):
-    assert extends(load_recipe(recipe_file)).max_position is None
-    recipe = load_recipe(recipe_file, ["stages.0.max_position=128Ki"])
-    assert extends(recipe).max_position == 131072
-    assert validate(yaml.safe_load(dump(recipe))) == recipe
-
-
 def test_file_is_named_in_the_error(recipe_file, tmp_path):
     recipe_file.write_text(MINIMAL + "sede: 3\n")
     with pytest.raises(ValueError, match=r"recipe\.yaml: sede: unknown key, given 3 \(did you mean 'seed'\?\)\. Known"):
@@ -180,7 +150,7 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
     with pytest.raises(ValueError, match="key 'seed' given twice"):
         load_recipe(recipe_file)
     recipe_file.write_bytes(b"model: \xff")
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml is not UTF-8 text"):
         load_recipe(recipe_file)
     recipe_file.write_text("- a\n")
     with pytest.raises(ValueError, match="mapping"):
@@ -195,12 +165,6 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
 def test_every_key_of_a_peft_config_has_a_hint(key, recipe_file):
     with pytest.raises(ValueError, match=rf"lora\.{key}: unknown key, given 1 \(.+\)\. Known"):
         load_recipe(recipe_file, [f"lora.{key}=1"])
-
-
-@pytest.mark.parametrize("text", ["? [a, b]\n: c", "? {a: b}\n: c", "a: " + "[" * 5000])
-def test_yaml_that_python_cannot_hold_is_refused(text):
-    with pytest.raises(ValueError, match="recipe: not valid YAML"):
-        read_yaml(text, "recipe")
 
 
 def test_stages_may_share_what_they_have_in_common(recipe_file):
@@ -227,47 +191,16 @@ def test_schema_takes_what_recipes_say():
     whole, text = definitions["ExtendStage"]["properties"]["tokens"]["anyOf"]
     assert (whole["type"], text["type"]) == ("integer", "string")
     assert all(re.search(text["pattern"], count) for count in ("20M", "512Ki", "1.5Gi"))
-    assert not re.search(text["pattern"], "many")
-    fox = definitions["FoxSpec"]["properties"]
-    assert re.search(fox["anneal_tokens"]["anyOf"][1]["pattern"], "256Mi")
-    assert fox["half_life"]["anyOf"][0]["prefixItems"][0]["anyOf"][1] == fox["t_max"]["anyOf"][1]
-    assert "fox-pro" in fox["preset"]["enum"]
+    assert re.search(definitions["FoxSpec"]["properties"]["anneal_tokens"]["anyOf"][1]["pattern"], "256Mi")
     assert {"type": "string"} in definitions["DataConfig"]["properties"]["train"]["items"]["anyOf"]
 
 
-def test_schema_knows_every_section():
-    text = str(schema())
-    for name in ("stages", "half_life", "gate_bias", "every_tokens", "quantize"):
-        assert name in text
-
-
-@given(st.integers(min_value=0, max_value=10**15))
-def test_counts_read_back(number):
-    assert parse_count(str(number)) == number
-    assert parse_count(float(number)) == int(float(number))
-
-
 def test_counts_with_suffixes():
-    assert [parse_count(text) for text in ("64k", "20M", "1.5B", "6e6", "1_000")] == [
-        64_000,
-        20_000_000,
-        1_500_000_000,
-        6_000_000,
-        1000,
-    ]
-    assert [parse_count(text) for text in ("512Ki", "256Mi", "1.5 Gi", "4ki", "0.5Ki")] == [
-        512 * 2**10,
-        256 * 2**20,
-        3 * 2**29,
-        4096,
-        512,
-    ]
-    assert [parse_count(text) for text in ("20Ti", "5 i", "many", "-3")] == ["20Ti", "5 i", "many", "-3"]
+    texts = {"64k": 64_000, "20M": 20_000_000, "1.5B": 1_500_000_000, "6e6": 6_000_000, "1_000": 1000}
+    texts |= {"512Ki": 512 * 2**10, "256Mi": 256 * 2**20, "1.5 Gi": 3 * 2**29, "0.5Ki": 512}
+    texts |= {text: text for text in ("20Ti", "5 i", "many", "-3")}
+    assert {text: parse_count(text) for text in texts} == texts
     assert read_yaml("a: 6e-4", "x") == {"a": 6e-4}
-    fox = {"rope": "anneal", "anneal_tokens": "5M"}
-    recipe = validate({**read_yaml(MINIMAL, "x"), "fox": fox})
-    assert recipe.fox is not None
-    assert recipe.fox.anneal_tokens == 5_000_000
 
 
 def test_counts_of_a_fox_section_take_suffixes(recipe_file):
@@ -321,25 +254,21 @@ def test_config_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-IDLE_SPECS = {
-    "max_wavelength sets .* but rope keep leaves it without effect": {"rope": "keep", "max_wavelength": 100},
-    "max_wavelength .* anneal_to drop": {
-        "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9,
-    },
-    "anneal_tokens .* rope interpolate": {"anneal_tokens": 5},
-    "anneal_to .* rope drop": {"rope": "drop", "anneal_to": "drop"},
-    "half_life .* gate none": {"gate": "none", "half_life": [2, 3]},
-    "sink_tokens .* gate none": {"gate": "none", "sink_tokens": 4},
-    "init .* gate none": {"gate": "none", "init": "open"},
-    "half_life .* init open": {"init": "open", "half_life": [2, 3]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("message", "fox"), IDLE_SPECS.items(), ids=list(IDLE_SPECS))
-def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox):
-    with pytest.raises(ValueError, match=f"{message}.*: drop one of them"):
-        FoxSpec(**fox)
-    with pytest.raises(ValueError, match=f"fox: {message}.*: drop one of them"):
+@pytest.mark.parametrize(
+    "fox",
+    [
+        {"rope": "keep", "max_wavelength": 100},
+        {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9},
+        {"anneal_tokens": 5},
+        {"gate": "none", "half_life": [2, 3]},
+        {"gate": "none", "sink_tokens": 4},
+        {"init": "open", "half_life": [2, 3]},
+        {"preset": "alibi", "half_life": [8, 64]},
+    ],
+    ids=str,
+)
+def test_fields_without_effect_are_refused(fox):
+    with pytest.raises(ValueError, match=r"fox: .* without effect: drop one of them"):
         validate({**read_yaml(MINIMAL, "x"), "fox": fox})
 
 
@@ -353,39 +282,22 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
     assert FoxSpec.from_preset("fox-stretch").resolved(8192).half_life == (4096, 1 << 20)
 
 
-@pytest.mark.parametrize("fox", [{"rope": "keep"}, {"gate": "none"}, {"init": "open"}, {"rope": "drop"}], ids=str)
-def test_a_resolved_spec_is_read_back_from_a_config(fox):
-    resolved = replace(FoxSpec(**fox), version="0.1.0").resolved(2048)
-    assert FoxSpec.from_dict(resolved.to_dict()) == resolved
-    half_life = (1024, 262144) if resolved.rope == "interpolate" else (64, 16384)
-    assert (resolved.max_wavelength, resolved.half_life) == (512, half_life)
-    shown = FoxSpec(**fox)
-    assert FoxSpec.from_dict(shown.to_dict()) == shown  # as `config show` writes a recipe
-
-
-@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: 1\na: 2", "%x", "a: \x00", "a: *b"], ids=repr)
-def test_a_yaml_error_is_one_line_that_says_where(text):
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1, 2", "a: b: c", "\tx: 1", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000],
+    ids=range(8),
+)
+def test_a_yaml_error_is_one_line_that_names_the_file(text):
     with pytest.raises(ValueError, match=r"^r.yaml: not valid YAML: ") as error:
         read_yaml(text, "r.yaml")
     assert "\n" not in str(error.value)
-    assert "\x00" in text or "line " in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["seed: " + "9" * 5000, "seed: 2026-99-99"])
-def test_values_that_yaml_itself_cannot_make_name_the_file(text, tmp_path):
-    file = tmp_path / "recipe.yaml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not valid YAML: [^\n]+$"):
-        load_recipe(file)
 
 
 def test_a_value_of_no_allowed_kind_is_refused_in_one_line():
     stage = {"objective": "extend", "tokens": 100, "sequence_length": 10, "gradient_checkpointing": "half"}
     with pytest.raises(ValueError, match="gradient_checkpointing") as refused:
         validate({"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [stage]})
-    wanted = (
-        "stages.0.gradient_checkpointing: given 'half', allowed 'none' or 'full'; or input should be a valid integer"
-    )
+    wanted = "stages.0.gradient_checkpointing: given 'half', allowed 'none' or 'full'"
     assert str(refused.value) == f"recipe: {wanted}"
 
 
@@ -396,12 +308,6 @@ def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(re
     data = load_recipe(recipe_file, [*shares, own]).data
     assert [(s.fact_share, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
     assert [(s.fact_share, s.questions) for s in data.eval] == [(None, None)]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_keeps_its_facts_when_its_texts_are_replaced(path):
-    shipped, own = (load_recipe(path, changes).data.read_as() for changes in ([], ["data.train=[my-texts/]"]))
-    assert [(s.fact_share, s.questions) for s in own] == [(shipped[0].fact_share, shipped[0].questions)]
 
 
 def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
