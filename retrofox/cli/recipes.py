@@ -51,10 +51,11 @@ def new(
     memory: Annotated[str | None, typer.Option(help="As for plan.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     lora: Annotated[bool, typer.Option("--lora", help="Adapters, also where whole weights fit.")] = False,
-    data: Annotated[str | None, typer.Option(help="Texts to train on; default: books of the Hub.")] = None,
-    output: Annotated[str | None, typer.Option(help="Where the run will go; default: runs/MODEL.")] = None,
 ) -> None:
-    """Writes a recipe that fits the machine: whole weights, else adapters, else adapters on a 4-bit base."""
+    """Writes a recipe that fits the machine: whole weights, else adapters, else adapters on a 4-bit base.
+
+    Data and output are yours to set in it.
+    """
     from retrofox.planning.hardware import hardware
     from retrofox.planning.new_recipe import new_recipe
     from retrofox.support.counts import parse_count
@@ -64,7 +65,7 @@ def new(
         raise ValueError(f"--length is a number of tokens such as 32Ki, got {length!r}")
     if out.exists():
         raise ValueError(f"{out} exists: remove it or name another file")
-    text = new_recipe(model, tokens, hardware(gpu, memory), gpus, adapters=lora, output=output, data=data)
+    text = new_recipe(model, tokens, hardware(gpu, memory), gpus, adapters=lora)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(out)

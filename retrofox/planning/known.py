@@ -52,9 +52,5 @@ def trained_length(config: dict[str, Any]) -> int:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     scaled = [values for values in sets if values.get("rope_type", values.get("type", "default")) != "default"]
-    lengths = [values["original_max_position_embeddings"] for values in scaled if _has_original(values)]
-    return int(max(lengths, default=config.get("max_position_embeddings", 2048)))
-
-
-def _has_original(values: dict[str, Any]) -> bool:
-    return bool(values.get("original_max_position_embeddings"))
+    lengths = [values.get("original_max_position_embeddings") or 0 for values in scaled]
+    return int(max(lengths, default=0) or config.get("max_position_embeddings", 2048))

@@ -99,11 +99,6 @@ def _before(recipe: Recipe, stage: Stage) -> list[Stage]:
 
 def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
     """Bytes on one device at the peak of a step, by PARTS."""
-    return max(moments(shape, recipe, stage, on).values(), key=lambda parts: sum(parts.values()))
-
-
-def moments(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, dict[str, float]]:
-    """Moment of a step -> bytes by PARTS."""
     number = 4 if recipe.precision == "fp32" else 2
     lora, adapts = recipe.lora, recipe.lora is not None
     tokens = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
@@ -153,17 +148,18 @@ def moments(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str
     ends = {"activations": kept, "gradients": waiting, "logits": 0.0}
     first = log + (working + 2 * checkpoint if again else layer + behind)
     step = optimizer * min(1.0, max(VISITING, head_size) / trained) if trained else 0.0
-    found = {
-        "logits": {**ends, "logits": logits, "other": copies + kept_head + product + head_copy},
-        "last layer": {
+    moments = (
+        {**ends, "logits": logits, "other": copies + kept_head + product + head_copy},  # at the logits
+        {  # in the backward of the last layer
             **ends,
             "activations": kept + (working if again else behind),
             "other": copies + copied + kept_head,
         },
-        "first layer": {"activations": first, "gradients": gradients + buckets, "other": copied},
-        "step": {"gradients": gradients + buckets, "optimizer": max(step, shared["optimizer"])},
-    }
-    return {when: {part: {**shared, **parts}.get(part, 0.0) for part in PARTS} for when, parts in found.items()}
+        {"activations": first, "gradients": gradients + buckets, "other": copied},  # in that of the first
+        {"gradients": gradients + buckets, "optimizer": max(step, shared["optimizer"])},  # in the optimizer's step
+    )
+    peak = max(({**shared, **parts} for parts in moments), key=lambda parts: sum(parts.values()))
+    return {part: peak.get(part, 0.0) for part in PARTS}
 
 
 def _products(shape: Shape) -> int:

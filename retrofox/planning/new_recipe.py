@@ -50,14 +50,11 @@ def new_recipe(
     gpus: int = 1,
     *,
     adapters: bool = False,
-    output: str | None = None,
-    data: str | None = None,
 ) -> str:
     """The text of a recipe that fits the machine, with the choice in comments.
 
     Args:
         adapters: also where whole weights would fit.
-        data: texts to train on; None = books of the Hub, held-out ones with them.
 
     Raises:
         FileNotFoundError: no such model.
@@ -65,10 +62,9 @@ def new_recipe(
     """
     config = config_of(model)
     trained = trained_length(config)
-    name = output or f"runs/{model.rstrip('/').rsplit('/', 1)[-1].lower()}"
     plain = shape_of(config, None)
     open_heads = max(1, round(OPEN_SHARE * plain.layers * plain.kv_heads))
-    values = _values(model, length, trained, open_heads, gpus, name, data)
+    values = _values(model, length, trained, open_heads, gpus)
     shape = shape_of(config, validate(values).fox)
     room = on._replace(memory=MARGIN * on.memory)
     choice = next(_choices(values, shape, room, gpus, adapters), None)
@@ -76,21 +72,17 @@ def new_recipe(
         smallest = validate({**values, "lora": {"rank": 16, "quantize": "nf4"}})
         stage = smallest.stages[0].model_copy(update=SMALLEST)
         longest = longest_row(shape, smallest, stage, room, Setting(gpus, "ddp", on.gpu))
+        way = f"give --length {longest} or less" if longest else "take a larger GPU"
         raise ValueError(
             f"rows of {length:,} tokens of {model} fit {gpus} x {on.name} ({size(on.memory)}) in no way, not with a "
-            f"4-bit base and every switch: give --length {longest} or less"
-            if longest
-            else f"{model} fits {on.name} ({size(on.memory)}) in no way: take a larger GPU"
+            f"4-bit base and every switch: {way}"
         )
     return _text(choice, shape, on)
 
 
-def _values(
-    model: str, length: int, trained: int, open_heads: int, gpus: int, output: str, data: str | None
-) -> dict[str, Any]:
+def _values(model: str, length: int, trained: int, open_heads: int, gpus: int) -> dict[str, Any]:
     batch = max(STEP_TOKENS, length * gpus) // (length * gpus) * length * gpus
     reach = max(8 * trained, length)
-    texts = {"train": [data]} if data else {"train": [BOOKS], "eval": [HELD_OUT]}
     skips = {"max_position": reach} if reach > length else {}
     stage = {
         "objective": "extend",
@@ -104,9 +96,9 @@ def _values(
     }
     return {
         "model": model,
-        "output": output,
+        "output": f"runs/{model.rstrip('/').rsplit('/', 1)[-1].lower()}",
         "fox": {"rope": "interpolate", "rope_factor": -(-reach // trained), **GATES, "open_heads": open_heads},
-        "data": {"fact_share": 0.7, "questions": 0.5, **texts},
+        "data": {"fact_share": 0.7, "questions": 0.5, "train": [BOOKS], "eval": [HELD_OUT]},
         "stages": [stage],
         "dataloader_workers": 4,
         "checkpoint": {"every_tokens": STEPS * batch // 2},
@@ -154,7 +146,7 @@ def _text(choice: Choice, shape: Shape, on: Hardware) -> str:
     length, kind = stage.sequence_length, "whole weights" if recipe.lora is None else "LoRA"
     comment = f"""\
 # {recipe.model} with stretched rotary pairs, forget gates and a horizon, rows of {length:,} tokens, {kind}.
-# Put your own texts in place of the books, such as train: [books/].
+# Put your own texts in place of the books, such as train: [books/], and your own output.
 #
 # short:    gates, horizon, stretched RoPE to {length // 1024}k, {kind} | \
 {setting.gpus} x {on.memory / 1e9:.0f} GB | {hours} (computed)

@@ -16,7 +16,7 @@ from typing import Any
 from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
 from retrofox.planning.hardware import Hardware
-from retrofox.planning.hours import flops_per_token, hours_of
+from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of, trained_length
 from retrofox.planning.memory import Setting, adapter_parameters, cpu_memory, memory, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
@@ -133,7 +133,6 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
     hours = None
     if on.flops is not None:
         hours = hours_of(shape, recipe, stage, tokens, on.flops, setting.gpus, setting.sharding)
-    budget = getattr(stage, "budget", None)
     return {
         "objective": stage.objective,
         "tokens": tokens,
@@ -151,10 +150,8 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         "fits": fits(shape, recipe, stage, on, setting),
         "change": advice(shape, recipe, stage, on, setting),
         "longest_sequence": longest_row(shape, recipe, stage, on, setting),
-        "flops_per_token": flops_per_token(shape, recipe, stage),
         "hours": None if hours is None else [hours.low, hours.high],
         "hours_from": None if hours is None else hours.file,
-        "budget": None if budget is None else {"share": budget.share, "length": budget.length},
     }
 
 

@@ -57,8 +57,6 @@ def _table(title: str, stage: dict[str, Any]) -> Table:
         parts = ", ".join(f"{size(1e9 * value)} of {key}" for key, value in stage["cpu_memory_gb"].items())
         table.add_row("CPU memory", f"{parts} a device, moved there")
     table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
-    if stage["budget"]:
-        table.add_row("budget", f"{stage['budget']['share']:.0%} of the keys at {stage['budget']['length']:,} tokens")
     if "measured" in stage:
         found = stage["measured"]
         speed = f"{found['tokens_per_second']:,.0f} tok/s, {size(1e9 * found['peak_memory_gb'])}"

@@ -69,14 +69,15 @@ class Shape:
         windows: by layer, keys that a query sees at most; None = all.
         width: of what an MLP makes of a token: of its inner layer, or of all experts that the token visits.
         matrices: of attention and of the MLP, (inputs, outputs) of one layer, as LoRA adapts them; of experts, none.
-        attention, mlp, norms: parameters of a layer.
+        base: parameters without what a conversion adds.
+        attention: parameters of a layer's attention.
+        in_layer: parameters of a layer's matrices.
         used: parameters of a layer that a token is multiplied with.
         gates: parameters of a layer's gate, (weights, biases); (0, 0) without one.
         pro: parameters of a layer's Pro parts.
         embedding, head: parameters; a tied head has 0.
     """
 
-    family: str
     layers: int
     hidden: int
     heads: int
@@ -86,22 +87,15 @@ class Shape:
     width: int
     gated: bool
     windows: tuple[int | None, ...]
+    base: int
     attention: int
-    mlp: int
-    norms: int
+    in_layer: int
     used: int
     embedding: int
     head: int
-    last_norm: int
     gates: tuple[int, int] = (0, 0)
     pro: int = 0
     matrices: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def base(self) -> int:
-        """Parameters without what a conversion adds."""
-        inside = self.layers * (self.attention + self.mlp + self.norms)
-        return inside + self.embedding + self.head + self.last_norm
 
     @property
     def added(self) -> int:
@@ -117,11 +111,6 @@ class Shape:
     def converted(self) -> bool:
         """Whether it has gates or Pro parts."""
         return self.added > 0
-
-    @property
-    def in_layer(self) -> float:
-        """Parameters of a layer's matrices."""
-        return self.attention + self.mlp
 
 
 def shape_of(config: dict[str, Any], fox: FoxSpec | None = None) -> Shape:
@@ -169,14 +158,14 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
     elif family.qk_norm == "all" or config.get("use_qk_norm"):
         attention += queries + keys
     mlp, used, width, matrices = _mlp(family, config, all_biased and name in ("ernie4_5", "starcoder2"))
-    norms = family.norms * hidden
     tied = config.get("tie_word_embeddings", family.tied)
     heads_of_gates = kv_heads if getattr(spec, "gate_heads", "query") == "kv" else heads
+    embedding = config["vocab_size"] * hidden
+    head = 0 if tied else embedding
     gates = (0, 0)
     if spec is not None and spec.gate != "none":
         gates = (heads_of_gates * hidden if spec.gate == "data" else 0, 0 if spec.gate == "fixed" else heads_of_gates)
     return Shape(
-        family=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -186,13 +175,12 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
         width=width,
         gated=family.gated,
         windows=_windows(config, layers),
+        base=layers * (attention + mlp + family.norms * hidden) + embedding + head + family.last_norm * hidden,
         attention=attention,
-        mlp=mlp,
-        norms=norms,
+        in_layer=attention + mlp,
         used=_products(projections) + used,
-        embedding=config["vocab_size"] * hidden,
-        head=0 if tied else config["vocab_size"] * hidden,
-        last_norm=family.last_norm * hidden,
+        embedding=embedding,
+        head=head,
         gates=gates,
         pro=0 if spec is None else _pro(spec, hidden, heads, kv_heads, head_dim, bool(family.qk_norm)),
         matrices={**projections, **matrices},

@@ -6,14 +6,7 @@ import subprocess
 
 import pytest
 
-from retrofox.planning.hardware import MEMORY, NAMES, hardware, quantity
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_has_memory_and_a_rate(name):
-    found = hardware(name)
-    assert found.memory == 1e9 * MEMORY[name]
-    assert found.flops
+from retrofox.planning.hardware import hardware, quantity
 
 
 @pytest.mark.parametrize(

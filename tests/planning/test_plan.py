@@ -26,7 +26,7 @@ def total(report) -> float:
 
 
 def test_it_says_what_a_run_takes(recipe_of):
-    report = plan(recipe_of(SMOLLM2_135M), H100, price=2.5)
+    report = plan(recipe_of(SMOLLM2_135M, {"tokens": 1_040_000}), H100, price=2.5)
     stage = report["stages"][0]
     assert report["parameters"] == 134_515_008 + report["parameters_added"]
     assert report["parameters_added"] == 30 * 9 * (576 + 1)
@@ -50,11 +50,6 @@ def test_the_largest_model_takes_a_second_and_no_torch(recipe_of, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] > 8e9
     assert time.perf_counter() - started < 20  # 0.5 s where the machine has nothing else to do
-
-
-def test_whole_steps_are_counted(recipe_of):
-    stage = plan(recipe_of(stage={"tokens": 100_000}), H100)["stages"][0]
-    assert (stage["steps"], stage["tokens"], stage["tokens_asked"]) == (4, 131072, 100_000)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +131,6 @@ def test_disk_is_what_all_stages_leave(recipe_of):
     adapted = plan(recipe_of(lora={"rank": 2}, optim="sgd"), H100)
     trained = sum(group["parameters"] for group in adapted["stages"][0]["groups"]) / 1e9
     assert adapted["disk_gb"]["one_checkpoint"] == adapted["disk_gb"]["models"] == pytest.approx(4 * trained)
-
-
-def test_a_budget_is_shown(recipe_of, run, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(dump(recipe_of(stage={"budget": {"share": 0.3}})))
-    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--gpu", "h100")
-    assert code == 0
-    assert "30% of the keys at 32,768 tokens" in shown
 
 
 @pytest.mark.parametrize("as_json", [False, True])
