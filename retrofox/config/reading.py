@@ -83,11 +83,11 @@ def _shown(given: object) -> str:
 
 
 def _lines(errors: Sequence[Any]) -> list[str]:
-    """A line for each key with errors: the first, where a value is none of several kinds."""
+    """A line for each key with errors; a value that is none of several kinds has an error for each kind."""
     lines: dict[str, str] = {}
     for item in errors:
         key, message = _explain(item)
-        lines.setdefault(key, message)
+        lines[key] = f"{lines[key]}; or {message}" if key in lines else message
     return [f"{key}: {message}" for key, message in lines.items()]
 
 
