@@ -39,8 +39,9 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]
 
 
-def special_literals(tokenizer: Any) -> re.Pattern[str] | None:
-    """Finds the tokenizer's special tokens, such as </s>, spelled out in a text; None where it has none."""
+def special_literals(tokenizer: Any) -> re.Pattern[str]:
+    """Finds the tokenizer's special tokens, such as </s>, spelled out in a text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     found = [token.content for token in added.values() if token.special and token.content]
-    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
+    longest_first = sorted(found, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # that matches nothing

@@ -62,16 +62,15 @@ class ChatEncoder:
 
     def _hidden(self, messages: Messages, spelled: list[str]) -> Messages:
         """The messages with a mark in place of each special token that they spell out, listed in `spelled`."""
-        if self.literal is None or not self.split_special_tokens:
+        if not self.split_special_tokens:
             return messages
 
         def mark(match: re.Match[str]) -> str:
             spelled.append(match[0])
             return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
 
-        literal = self.literal
         return [
-            {**message, "content": literal.sub(mark, message["content"])}
+            {**message, "content": self.literal.sub(mark, message["content"])}
             if isinstance(message["content"], str)
             else message
             for message in messages
@@ -107,8 +106,8 @@ class ChatEncoder:
 
     def _next_special(self, text: str, start: int) -> int | None:
         """Where the first special token after `start` ends; None where there is none."""
-        found = None if self.literal is None else self.literal.search(text, start)
+        found = self.literal.search(text, start)
         return None if found is None else found.end()
 
     def _ends_with_special(self, text: str) -> bool:
-        return self.literal is not None and any(m.end() == len(text) for m in self.literal.finditer(text))
+        return any(m.end() == len(text) for m in self.literal.finditer(text))

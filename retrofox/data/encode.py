@@ -94,7 +94,7 @@ class Encoder:
 
     def _literals(self, text: str) -> int:
         """How many special tokens are spelled out in a text."""
-        return 0 if self.literal is None else len(self.literal.findall(text))
+        return len(self.literal.findall(text))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""

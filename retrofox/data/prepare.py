@@ -25,11 +25,7 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, finished shards kept.
     """
     with Interruptions("finished token shards are kept"):
-        return _prepare(recipe, progress)
-
-
-def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
-    tokens = prepare_data(recipe.data, recipe_tokenizer(recipe), progress)
+        tokens = prepare_data(recipe.data, recipe_tokenizer(recipe), progress)
     train = tokens.train.summary()
     packed = [PackedDataset(tokens.train, length) for length in sorted({s.sequence_length for s in recipe.stages})]
     train["windows"] = {

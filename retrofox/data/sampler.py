@@ -5,6 +5,7 @@ Global sample g goes to the same window whatever the number of GPUs, workers or 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -58,7 +59,7 @@ def _keys(seed: int, stream: int, epoch: np.ndarray) -> np.ndarray:
 
 
 class Order:
-    """A seeded permutation of n samples, another one each epoch: `order[g]` in O(1) time and memory."""
+    """A seeded permutation of n samples, another one each epoch, in O(1) time and memory for each number."""
 
     def __init__(self, n: int, seed: int = 0, stream: int = 0):
         assert n > 0
@@ -69,9 +70,6 @@ class Order:
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, position = np.divmod(numbers, self.n)
         return permute(position, self.n, _keys(self.seed, self.stream, epoch))
-
-    def __getitem__(self, number: int) -> int:
-        return int(self.take(np.array([number]))[0])
 
 
 class Mixture:
@@ -128,18 +126,12 @@ class Mixture:
                 result[here[mine]] = self.offsets[j] + self.orders[j].take(draws[mine])
         return result
 
-    def __getitem__(self, number: int) -> int:
-        return int(self.take(np.array([number]))[0])
-
 
 class StepSampler:
     """Index batches of one rank: of global samples consumed, consumed + 1, ... each step takes batch_size * world.
 
     Rank r takes those at consumed + (step * world + r) * batch_size + (0 .. batch_size - 1), so a step's samples are
     the same for every world that has the same global batch. Serves as a DataLoader's `batch_sampler`.
-
-    Args:
-        steps: how many batches; None = without end.
     """
 
     def __init__(
@@ -149,21 +141,14 @@ class StepSampler:
         consumed: int = 0,
         rank: int = 0,
         world: int = 1,
-        steps: int | None = None,
     ):
         assert batch_size > 0
         assert 0 <= rank < world
         self.order, self.batch_size, self.consumed = order, batch_size, consumed
-        self.rank, self.world, self.steps = rank, world, steps
-
-    def __len__(self) -> int:
-        if self.steps is None:
-            raise TypeError("this sampler has no end: give steps for one with a length")
-        return self.steps
+        self.rank, self.world = rank, world
 
     def __iter__(self) -> Iterator[list[int]]:
-        step, inside = 0, np.arange(self.batch_size)
-        while self.steps is None or step < self.steps:
+        inside = np.arange(self.batch_size)
+        for step in itertools.count():
             first = self.consumed + (step * self.world + self.rank) * self.batch_size
             yield self.order.take(first + inside).tolist()
-            step += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ class PreparedSource:
 
     path: str
     weight: float
-    text_field: str
     shards: list[Shard]
 
     @property
@@ -66,7 +64,6 @@ class Manifest:
     sources: list[PreparedSource]
     made: int = 0
     reused: int = 0
-    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -85,7 +82,6 @@ class Manifest:
             "documents": self.documents,
             "shards_written": self.made,
             "shards_reused": self.reused,
-            "seconds": round(self.seconds, 3),
             "sources": [
                 {
                     "path": source.path,
@@ -116,7 +112,7 @@ def prepare_sources(
     Args:
         sources: see `retrofox.data.sources.resolve`; a source's own text_field goes before `text_field`.
         out_dir: where shards are kept; several recipes may share it.
-        progress: a bar with tokens per second and the remaining time, and what is worth knowing, on stderr.
+        progress: a bar with the remaining time, and what is worth knowing, on stderr.
         split_special_tokens: special tokens that are spelled out in a text, such as </s>, are plain text; else they
             become the special token.
 
@@ -125,7 +121,6 @@ def prepare_sources(
         ValueError: a source can't be read, or holds no text; the text says which and what to do.
         OSError: the shards can't be written.
     """
-    started = time.perf_counter()
     folder = Path(out_dir).expanduser()
     units = [resolve(source) for source in sources]
     readings = [Reading.of(source, text_field, split_special_tokens) for source in sources]
@@ -152,7 +147,7 @@ def prepare_sources(
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
         made = [read_shard(folder, shard.key) for shard in of_source]
-        prepared.append(PreparedSource(source.path, source.weight, reading.field, made))
+        prepared.append(PreparedSource(source.path, source.weight, made))
         if not prepared[-1].tokens:
             nothing, give = ("no assistant", "conversations") if reading.chat else ("no text", "texts")
             empty = sum(shard.empty for shard in made)
@@ -164,8 +159,7 @@ def prepare_sources(
             notes.append(f"{source.path}: its texts spell out special tokens, such as </s>, {literals:,} times: {read}")
     for note in notes if progress else ():
         Console(stderr=True, soft_wrap=True, emoji=False).print(note, highlight=False, markup=False)
-    seconds = time.perf_counter() - started
-    return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo), seconds)
+    return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
 
 def _key(unit: Unit, reading: Reading, tokenizer: str, template: Any, digests: Digests) -> str:

@@ -26,7 +26,7 @@ UNIT_BYTES = 256 << 20
 STREAMED_ROWS = 256
 """Rows of a unit where they are fetched as they are read: about 100 MB of books."""
 ROW_BYTES = 1 << 16
-"""Guess of a row's size where the set's card doesn't say: only the progress bar shows it."""
+"""Guess of a row's size before it is fetched: only the progress bar shows it."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that tell a directory written by `datasets`' save_to_disk."""
 _SLICE = re.compile(r"(\w+)\[([\d_]*):([\d_]+)\]")
@@ -110,12 +110,9 @@ def _hugging_face(reference: str) -> list[Unit]:
     name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)
     if len(parts) > 2 or not name:
         raise ValueError(f"hf:{reference}: expected hf:org/name[:config][:split] or hf:DIRECTORY[:config][:split]")
-    config, split = (parts[0] or None, parts[1] or None) if len(parts) == 2 else (None, None)
-    if len(parts) == 1 and parts[0]:
-        if parts[0].split("[")[0] in ("train", "validation", "test"):
-            split = parts[0]
-        else:
-            config = parts[0]
+    if len(parts) == 1 and parts[0].split("[")[0] in ("train", "validation", "test"):
+        parts = ["", *parts]
+    config, split = (part or None for part in [*parts, "", ""][:2])
     local = Path(name).expanduser()
     rows_wanted = None if local.is_dir() else sliced(split)
     try:
@@ -176,13 +173,11 @@ def _streamed(builder: Any, name: str, split: str, start: int, stop: int) -> lis
     files = builder.config.data_files or {}
     if split not in files or start >= stop:
         raise ValueError(f"no rows {start} to {stop} of a split {split!r}; there are: {', '.join(files)}")
-    known = (builder.info.splits or {}).get(split)
-    row_bytes = known.num_bytes // known.num_examples if known and known.num_examples else ROW_BYTES
     # Addresses on the Hub hold the commit: another version of the set is another origin.
     found = [list(map(str, files[split])), [list(origin) for origin in files[split].origin_metadata]]
     rows = Rows(lambda start, column: iter(builder.as_streaming_dataset(split=split).skip(start)))
     return [
-        RowsUnit(f"{name}:{split}", row_bytes * (end - begin), ["streamed", found, split], begin, end, rows)
+        RowsUnit(f"{name}:{split}", ROW_BYTES * (end - begin), ["streamed", found, split], begin, end, rows)
         for begin, end in _ranges(start, stop, STREAMED_ROWS)
     ]
 

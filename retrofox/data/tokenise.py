@@ -6,20 +6,18 @@ import contextlib
 import hashlib
 import itertools
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
 from retrofox.data.read import BATCH_BYTES, END, Record, batches
 from retrofox.data.units import Unit
 from retrofox.support.files import temporary, to_disk, write_whole
+from retrofox.support.report import progress_bar
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable by which tokenizers use all cores, or one."""
@@ -41,9 +39,10 @@ def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> 
     """
     todo = list({shard.key: shard for shard in todo}.values())  # the same content twice: once
     total = sum(shard.unit.size for shard in todo)
-    with _bar(total, progress and bool(todo)) as advance, _all_cores():
+    with progress_bar("MB", progress and bool(todo)) as bar, _all_cores():
+        task = bar.add_task("tokenising", total=total / 1e6)
         for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
-            _write_all(list(alike), Encoder(tokenizer, reading), folder, advance)
+            _write_all(list(alike), Encoder(tokenizer, reading), folder, lambda size: bar.advance(task, size / 1e6))
 
 
 @contextlib.contextmanager
@@ -56,11 +55,11 @@ def _all_cores() -> Iterator[None]:
         os.environ[PARALLELISM] = "false"
 
 
-def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Any) -> None:
+def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:
     waiting = iter(todo)
     writer: _ShardWriter | None = None
     try:
-        for batch in batches(_documents(todo, encoder.reading), BATCH_BYTES * cores()):
+        for batch in batches(_documents(todo, encoder.reading), BATCH_BYTES * min(32, cores())):
             for record, encoded in zip(batch, encoder(batch), strict=True):
                 writer = writer or _ShardWriter(folder, next(waiting), encoder.dtype)
                 if record is END:
@@ -68,7 +67,7 @@ def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Any) -
                     writer = None
                 else:
                     writer.add(encoded)
-                    advance(record.size, len(encoded.tokens))
+            advance(sum(record.size for record in batch))
     finally:
         if writer is not None:
             writer.files.close()
@@ -138,29 +137,3 @@ class _ShardWriter:
             ),
         )
         self.files.close()
-
-
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Any]:
-    """Yields advance(source bytes, tokens)."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("tokenising"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[counts]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    started, tokens = time.perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("tokenising", total=total, counts="")
-
-        def advance(size: int, count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            rate = tokens / (time.perf_counter() - started)
-            progress.update(task, advance=size, counts=f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s")
-
-        yield advance
-        progress.update(task, completed=total)

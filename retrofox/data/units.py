@@ -6,20 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from retrofox.data.files import Digests
 from retrofox.data.read import Record, compression, form_of, read_file, value_of
-
-
-class Unit(Protocol):
-    """A part of a source that is tokenised and kept as one."""
-
-    name: str
-    size: int
-
-    def identity(self, digests: Digests) -> str: ...
-    def records(self, text_field: str, chat: bool = False) -> Iterator[Record]: ...
 
 
 class FileUnit:
@@ -101,3 +91,6 @@ class RowsUnit:
             raise ValueError(
                 f"hf:{self.name}: can't be read on: {error}; run it again, finished shards are kept"
             ) from error
+
+
+Unit = FileUnit | RowsUnit

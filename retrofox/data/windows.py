@@ -18,7 +18,6 @@ from retrofox.data.sources import listed, resolve
 def documents(
     sources: Sequence[Source | str | os.PathLike[str]],
     tokenizer: Any,
-    min_tokens: int = 0,
     *,
     text_field: str = "text",
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -26,7 +25,6 @@ def documents(
 
     Args:
         sources: paths as in `data_sources.resolve`, or sources.
-        min_tokens: shorter documents are skipped.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_sources`.
@@ -38,7 +36,7 @@ def documents(
         for unit in resolve(given):
             for batch in batches(unit.records(reading.field, reading.chat)):
                 for record, encoded in zip(batch, encode(batch), strict=True):
-                    if len(encoded.tokens) >= max(1, min_tokens):
+                    if len(encoded.tokens):
                         # reports have the file's name, and not its folders
                         yield record.name.rpartition("/")[2], encoded.tokens.astype(np.int32)
 

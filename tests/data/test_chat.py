@@ -13,7 +13,7 @@ import torch
 
 from retrofox.config import Recipe, Source
 from retrofox.data.chat import ChatEncoder
-from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets, open_tokens
+from retrofox.data.packed import IGNORE, PackedDataset, collate, open_tokens
 from retrofox.data.shards import prepare_sources
 from retrofox.training.trainer import FoxTrainer
 
@@ -108,20 +108,17 @@ def test_an_assistant_who_speaks_first_is_read_and_not_learnt(chat_tokenizer):
     assert learnt(chat_tokenizer(CHATML), messages) == ["it forgets<|im_end|>"]
 
 
-def test_a_template_that_hides_the_turns_is_refused(chat_tokenizer):
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes message \d otherwise when more follow"):
-        ChatEncoder(chat_tokenizer(BACKWARDS))(TALK, "a.jsonl:1")
-
-
-def test_messages_that_the_template_refuses_are_named(chat_tokenizer):
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template refuses these messages: roles must alternate"):
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (BACKWARDS, r"a\.jsonl:1: the chat template writes message \d otherwise when more follow"),
+        ("{{ raise_exception('no') }}", r"a\.jsonl:1: the chat template refuses these messages: no"),
+        (None, r"no chat template: set data\.tokenizer to that of an Instruct model"),
+    ],
+)
+def test_templates_that_can_not_be_learnt_from_are_refused(template, why, chat_tokenizer):
+    with pytest.raises(ValueError, match=why):
         ChatEncoder(chat_tokenizer(template))(TALK, "a.jsonl:1")
-
-
-def test_a_tokenizer_without_a_template_is_refused(chat_tokenizer):
-    with pytest.raises(ValueError, match=r"no chat template: set data\.tokenizer to that of an Instruct model"):
-        ChatEncoder(chat_tokenizer(None))
 
 
 TALKS = [said(f"{n} the fox?", f"{n} forgets " * (n % 5 + 1), "and?", "goes") for n in range(30)]
@@ -181,15 +178,6 @@ def test_windows_learn_the_assistants_tokens_and_no_others(talks, chat_tokenizer
     assert sorted(learnt_here) == sorted(expected)
 
 
-def test_targets_outside_the_assistants_turns_are_masked(talks, chat_tokenizer):
-    dataset = PackedDataset(talks(), sequence_length=64)
-    batch = collate([dataset[number] for number in range(len(dataset))])
-    targets = next_token_targets(batch["input_ids"], batch["labels"], batch["position_ids"])
-    opening = chat_tokenizer(CHATML).convert_tokens_to_ids("<|im_start|>")
-    assert not (targets == opening).any()
-    assert 0 < (targets != IGNORE).float().mean() < 0.7
-
-
 def test_packed_conversations_do_not_see_each_other(talks, pico_llama):
     import retrofox
     from retrofox.fox_spec import FoxSpec
@@ -239,6 +227,7 @@ def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
     [
         ('{"messages": "hello"}', r"a\.jsonl:1: field 'messages' must hold a list of {role, content}, got hello"),
         ('{"messages": [{"from": "human"}]}', "must hold a list of {role, content}"),
+        ('{"messages": ["hello"]}', "must hold a list of {role, content}"),
         ('{"text": "hello"}', "no field 'messages'; the record has 'text': set text_field"),
         ('{"messages": [{"role": "user", "content": "hello"}]}', r"no assistant in it \(empty documents: 1\)"),
         ('{"messages": null}', r"no assistant in it \(empty documents: 1\)"),
@@ -251,16 +240,6 @@ def test_records_that_hold_no_conversation_are_named(content, why, tmp_path, cha
         prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.parquet"])
-def test_texts_are_no_conversations(name, tmp_path, chat_tokenizer):
-    if name == "a.txt":
-        (tmp_path / name).write_text("hello")
-    else:
-        write(["hello"], tmp_path / name)
-    with pytest.raises(ValueError, match="list"):
-        prepare_sources([Source(path=str(tmp_path / name), chat=True)], chat_tokenizer(CHATML), tmp_path / "out")
-
-
 def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
     recipe = {
         "model": "some/model",
@@ -271,7 +250,7 @@ def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
     books, chat = Recipe.model_validate(recipe).data.read_as()
     assert (books.fact_share, chat.fact_share, chat.chat) == (0.5, 0.0, True)
     recipe["data"]["train"][1]["questions"] = 0.5
-    with pytest.raises(ValueError, match="questions changes texts, not conversations: remove it, or chat"):
+    with pytest.raises(ValueError, match="fact_share and questions change texts, not conversations"):
         Recipe.model_validate(recipe)
 
 

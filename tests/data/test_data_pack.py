@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofox.data.pack import best_fit, pack
-from retrofox.data.packed import PackedDataset
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:
@@ -68,15 +67,8 @@ def test_a_million_documents_are_planned_in_seconds_and_filled():
     assert plan.tokens / (len(plan) * 4096) > 0.995
 
 
-def test_a_source_without_anything_to_predict_is_named(tmp_path, texts, make_tokenizer, prepared):
-    (tmp_path / "letters.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
-    manifest = prepared([texts[0], tmp_path / "letters.jsonl"], make_tokenizer(eos=None), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"letters\.jsonl: no document has two tokens"):
-        PackedDataset(manifest, 8)
-
-
 def test_windows_without_anything_to_predict_are_left_out():
     plan = pack(np.array([0, 9, 10, 11], dtype=np.int64), 8)  # 8 + 1, 1, 1: the single tokens would fill a window
     assert (len(plan), plan.tokens) == (1, 8)
-    with pytest.raises(ValueError, match="no document has two tokens"):
-        pack(np.array([0, 1, 2, 2], dtype=np.int64), 8)
+    with pytest.raises(ValueError, match=r"a.jsonl: no document has two tokens"):
+        pack(np.array([0, 1, 2, 2], dtype=np.int64), 8, "a.jsonl")

@@ -78,8 +78,6 @@ def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer, mak
         prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")
     with pytest.raises(ValueError, match="saved to disk with splits train, test and no configs; asked for: dev"):
         prepared([f"hf:{tmp_path / 'both'}::dev"], tokenizer, tmp_path / "out")
-    with pytest.raises(ValueError, match="no configs; asked for: test"):
-        prepared([f"hf:{tmp_path / 'saved'}:test"], tokenizer, tmp_path / "out")
     with pytest.raises(ValueError, match=r"expected hf:org/name\[:config\]\[:split\]"):
         prepared(["hf:"], tokenizer, tmp_path / "out")
 
@@ -142,11 +140,6 @@ def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer, make_text, pre
     (tmp_path / "a.txt").write_bytes(gzip.compress(b"the fox"))
     with pytest.raises(ValueError, match="not UTF-8"):
         prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
-    (tmp_path / "a.txt").rename(tmp_path / "a.txt.gz")
-    assert prepared([tmp_path / "a.txt.gz"], tokenizer, tmp_path / "out").documents == 1
-    (tmp_path / "a.txt.gz").rename(tmp_path / "a.txt")  # the same bytes under a name that says otherwise
-    with pytest.raises(ValueError, match="not UTF-8"):
-        prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
 
 
 def test_parquet_columns_of_every_kind_of_text(tmp_path, tokenizer, prepared):
@@ -170,33 +163,29 @@ def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, 
     assert prepared([folder], tokenizer, tmp_path / "out").documents == 6
 
 
-def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
-    out = tmp_path / "out"
-    with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
-        prepared([tmp_path / "nowhere"], tokenizer, out)
-    with pytest.raises(FileNotFoundError, match=r"no data at .*\*\.nothing"):
-        prepared([tmp_path / "*.nothing"], tokenizer, out)
+def test_paths_without_texts_say_what_to_do(tmp_path, tokenizer, prepared):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no readable file.*\.parquet"):
-        prepared([tmp_path / "empty"], tokenizer, out)
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
-    with pytest.raises(ValueError, match=rf"{tmp_path}/bad.jsonl:2: not a line of JSON"):
-        prepared([tmp_path / "bad.jsonl"], tokenizer, out)
-    (tmp_path / "field.jsonl").write_text('{"body": "a"}')
-    with pytest.raises(ValueError, match="no field 'text'; the record has 'body': set text_field"):
-        prepared([tmp_path / "field.jsonl"], tokenizer, out)
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/latin.txt: not UTF-8"):  # several folders may hold such a name
-        prepared([tmp_path / "latin.txt"], tokenizer, out)
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress((LINES + b"\n") * 9)[:-20])
-    with pytest.raises(ValueError, match=r"torn.jsonl.gz: can't be read .* damaged"):
-        prepared([tmp_path / "torn.jsonl.gz"], tokenizer, out)
-    (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(ValueError, match=r"no text in it \(empty documents: 1\): give texts"):
-        prepared([tmp_path / "blank.txt"], tokenizer, out)
-    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf\r\n")
-    with pytest.raises(ValueError, match=r"no text in it \(empty documents: 0\): give texts"):
-        prepared([tmp_path / "mark.jsonl"], tokenizer, out)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        prepared([texts[0]], tokenizer, tmp_path / "file" / "out")
+    for name, error, why in (
+        ("nowhere", FileNotFoundError, r"no data at .*nowhere"),
+        ("*.nothing", FileNotFoundError, r"no data at .*\*\.nothing"),
+        ("empty", ValueError, r"no readable file.*\.parquet"),
+    ):
+        with pytest.raises(error, match=why):
+            prepared([tmp_path / name], tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "{file}:2: not a line of JSON"),
+        ("a.jsonl", b'{"body": "a"}', "{file}:1: no field 'text'; the record has 'body': set text_field"),
+        ("a.txt", b"caf\xe9 au lait", "{file}: not UTF-8"),  # with its folder: several may hold such a name
+        ("a.txt", b" \n", r"no text in it \(empty documents: 1\): give texts"),
+        ("a.jsonl", b"\xef\xbb\xbf\r\n", r"no text in it \(empty documents: 0\): give texts"),
+    ],
+)
+def test_what_can_not_be_read_is_named(tmp_path, tokenizer, prepared, name, content, why):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=why.replace("{file}", str(tmp_path / name))):
+        prepared([tmp_path / name], tokenizer, tmp_path / "out")

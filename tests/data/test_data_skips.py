@@ -44,15 +44,6 @@ def jumps(positions: list[int]) -> list[int]:
     return [after - before - 1 for before, after in pairwise(positions) if after != before + 1]
 
 
-def test_a_segment_starts_at_0_skips_once_at_most_and_stays_below_max_position(opened):
-    for seed in range(20):
-        for positions in segments(opened(seed=seed, max_position=REACH)):
-            assert positions[0] == 0
-            assert len(jumps(positions)) <= 1
-            assert all(jump > 0 for jump in jumps(positions))
-            assert positions[-1] < REACH
-
-
 @settings(deadline=None, max_examples=200)
 @given(count=st.integers(1, 40), beyond=st.integers(1, 10**12), seed=st.integers(0, 2**32))
 def test_a_skip_of_any_segment_stays_below_any_max_position(count, beyond, seed):

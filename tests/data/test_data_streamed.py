@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from retrofox.config import Source
 from retrofox.data.packed import open_tokens
-from retrofox.data.sources import resolve, sliced
+from retrofox.data.sources import sliced
 
 datasets = pytest.importorskip("datasets")
 
@@ -97,15 +96,3 @@ def test_which_splits_are_streamed():
     assert sliced("train[:500]") == ("train", 0, 500)
     assert sliced("train[1_000:2_000]") == ("train", 1000, 2000)
     assert [sliced(split) for split in (None, "train", "train[:10%]", "train[-5:]", "train[5:]")] == [None] * 5
-
-
-def test_units_say_their_rows_without_reading_any(hub):
-    _, folder = hub
-    for file in folder.glob("train*"):
-        file.write_bytes(b"")
-    units = resolve(Source(path="hf:org/books:train[100:700]"))
-    assert [(unit.name, unit.start, unit.stop) for unit in units] == [  # type: ignore[attr-defined]
-        ("books:train", 100, 356),
-        ("books:train", 356, 612),
-        ("books:train", 612, 700),
-    ]

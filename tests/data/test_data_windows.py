@@ -64,7 +64,7 @@ def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer
             iter(
                 torch.utils.data.DataLoader(
                     data,
-                    batch_sampler=StepSampler(data.order, batch, consumed, rank, world, steps),
+                    batch_sampler=StepSampler(data.order, batch, consumed, rank, world),
                     num_workers=workers,
                     collate_fn=collate,
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,14 +38,11 @@ def test_blocks_and_sources_of_a_mixture_are_shuffled_differently():
     assert (one == other).mean() < 0.05
 
 
-def test_a_block_holds_several_draws_of_the_rarest_source():
-    assert Mixture([5, 5], [1, 1]).block == 1024
-    assert all(Mixture([5, 5], [1, rare]).block * rare / (1 + rare) >= 4 for rare in (0.01, 0.001, 1e-5))
-
-
 def test_one_number_is_what_many_give():
     for order in (Order(77, 5), Mixture([5, 70, 11], [1, 2, 0.25], 5)):
-        assert [order[g] for g in range(3000, 3100)] == order.take(np.arange(3000, 3100)).tolist()
+        assert [int(order.take(np.array([g]))[0]) for g in range(3000, 3100)] == order.take(
+            np.arange(3000, 3100)
+        ).tolist()
 
 
 def test_huge_orders_need_no_memory():
@@ -77,14 +73,6 @@ def test_shares_hold_and_each_source_is_permuted(parts, seed):
             assert len(np.unique(inside[first : first + count])) == count
 
 
-def test_steps_cover_the_same_samples_in_any_world():
-    order = Order(1000, 9)
-    wanted = order.take(np.arange(40, 136)).tolist()
-    for world, batch in ((1, 8), (2, 4), (4, 2), (8, 1)):
-        ranks = [list(StepSampler(order, batch, 40, rank, world, steps=12)) for rank in range(world)]
-        assert [index for step in zip(*ranks, strict=True) for part in step for index in part] == wanted
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
@@ -108,8 +96,3 @@ def test_a_run_on_changing_worlds_consumes_exactly_the_order(counts, runs, data)
     if len(counts) == 1:
         for epoch in range(consumed // counts[0]):
             assert sorted(seen[epoch * counts[0] : (epoch + 1) * counts[0]]) == list(range(counts[0]))
-
-
-def test_mixtures_refuse_shares_too_far_apart():
-    with pytest.raises(ValueError, match="within a factor of"):
-        Mixture([3, 3], [1.0, 1e-7])

@@ -50,12 +50,6 @@ def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards
         )
 
 
-def test_a_text_without_special_tokens_says_nothing_of_them(tokenizer, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("the fox forgets")
-    document(tmp_path / "a.txt", tokenizer, tmp_path / "out")
-    assert "special" not in capsys.readouterr().err
-
-
 def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
     encoder = Encoder(tokenizer)
     encoder.fast = None
