@@ -48,7 +48,7 @@ PRELOADED = [
 LONGEST = [
     "kernels/test_interpreter.py", "kernels/test_decode.py", "kernels/test_compile.py", "training/test_resume.py",
     "reporting/test_report.py", "evaluation/test_evaluate.py", "test_hub.py", "training/test_interruptions.py",
-    "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_decode_compile.py",
+    "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_helpers_compile.py",
     "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
     "evaluation/test_needle.py", "conversion/test_artefact.py", "evaluation/test_baselines.py",
     "parallel/test_shared_rows.py", "evaluation/test_shared_context.py",

@@ -50,11 +50,17 @@ def slots_for(pairs: int, processors: int) -> int:
     return processors if 4 * pairs <= processors else 2 * max(pairs, processors)
 
 
-def block_for(D: int, rows: int, size: int) -> int:
+def small_shared(capability: tuple[int, int]) -> bool:
+    """Return whether a GPU's programs have 99 KB of shared memory."""
+    return table_for(torch.bfloat16, capability) is SMALL_SHARED
+
+
+def block_for(D: int, rows: int, size: int, capability: tuple[int, int]) -> int:
     """Return how many keys a step takes; products in float32 run on the ordinary units, from registers."""
     if size == 4:
         return 32 if D <= 64 and rows <= 16 else 16
-    return 32 if D > 128 else 64 if D > 64 else 128
+    block = 32 if D > 128 else 64 if D > 64 else 128
+    return min(block, 2048 // rows) if small_shared(capability) else block  # more scores spill there (not run)
 
 
 @functools.cache
@@ -63,8 +69,7 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 
     99 KB on Ada and small Blackwell, 163 on Ampere, 227 on Hopper; three blocks are as fast as four.
     """
-    small = table_for(torch.bfloat16, capability) is SMALL_SHARED
-    room = 99 << 10 if small else (227 if capability[0] == 9 else 163) << 10
+    room = 99 << 10 if small_shared(capability) else (227 if capability[0] == 9 else 163) << 10
     room -= block * D * size + rows * (5 * block + D * size)
     return max(1, min(3, 1 + room // (2 * block * D * size + 8 * block * rows)))
 
@@ -90,8 +95,9 @@ class Decoder:
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
         near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
-        self.block = block_for(D, tile_rows, size)
-        self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
+        able = (0, 0) if device.type == "cpu" else capability(device)
+        self.block = block_for(D, tile_rows, size, able)
+        self.stages = stages_for(tile_rows, self.block, D, size, able)
         shares = (padded or near) and self.pairs <= MAX_SHARED
         self.slots = slots_for(self.pairs, processors(device)) if shares else 0
         self.splits = splits_for(self.pairs, processors(device))

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     gates_by_tma: bool = False  # forward: TMA copies a block's gates too, and their scalars are read a block ahead
 
 
-# (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163, Ada and small Blackwell 99.
+# (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper and B200 227 KB, A100 163, others 99.
 HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
     ("forward", 64): Tile(64, 128, 4, 3, Copies.OWN),  # 368; without TMA 348, 128 x 128 with 8 warps 255
     ("forward", 96): Tile(64, 64, 4, 3),
@@ -49,27 +49,26 @@ HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 
     ),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
-AMPERE = {
-    ("forward", 64): Tile(128, 64, 4, 3),
+# Never run: chosen for keeping everything in registers when compiled, documents packed or not, and for whole rows of a
+# block in one warp (tests/kernels/test_compile.py). One program of 8 warps fills a multiprocessor.
+AMPERE = {  # A100; B200, whose shared memory is larger
+    ("forward", 64): Tile(128, 64, 8, 3),
     ("forward", 128): Tile(128, 64, 8, 2),
     ("forward", 256): Tile(64, 32, 8, 2),
-    ("dq", 64): Tile(64, 64, 4, 2),
+    ("dq", 64): Tile(64, 64, 8, 2),
+    ("dq", 96): Tile(64, 32, 4, 2),
     ("dq", 128): Tile(64, 64, 8, 2),
     ("dq", 256): Tile(32, 32, 8, 1),
-    ("dkdv", 64): Tile(64, 64, 4, 2),
+    ("dkdv", 64): Tile(32, 128, 8, 2),
+    ("dkdv", 96): Tile(32, 128, 8, 2),
     ("dkdv", 128): Tile(64, 64, 8, 2),
     ("dkdv", 256): Tile(32, 32, 8, 1),
 }
-SMALL_SHARED = {  # 99 KB
-    ("forward", 64): Tile(128, 64, 4, 2),
-    ("forward", 128): Tile(64, 64, 4, 2),
+SMALL_SHARED = AMPERE | {  # 99 KB: RTX 30, 40 and 50
+    ("forward", 64): Tile(128, 64, 8, 2),
+    ("forward", 128): Tile(128, 32, 8, 2),
     ("forward", 256): Tile(64, 32, 8, 1),
-    ("dq", 64): Tile(64, 64, 4, 2),
     ("dq", 128): Tile(64, 32, 4, 2),
-    ("dq", 256): Tile(32, 32, 8, 1),
-    ("dkdv", 64): Tile(64, 64, 4, 2),
-    ("dkdv", 128): Tile(32, 64, 4, 2),
-    ("dkdv", 256): Tile(32, 32, 8, 1),
 }
 # float32 products run in full precision on the ordinary units, operands and sums in registers: small tiles.
 FULL_PRECISION = {
