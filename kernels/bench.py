@@ -1,7 +1,7 @@
 """Forgetting Attention side by side with its peers, in one process on one GPU: time, memory and error.
 
 examples:
-  python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything, some 6 minutes on an H100
+  python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything: minutes, most of them compiling
   python kernels/bench.py --quick                                           two shapes and two decoding steps
   python kernels/bench.py --only '^table 2,8192' --only ours                what both regular expressions match
   python kernels/bench.py --list --only decode                              the labels they are searched in, no GPU
@@ -12,10 +12,9 @@ stages, in this order: table (the shapes everyone is compared on, dense and with
 decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents), flex (FlexAttention on the
 table's shapes, in the one form that trains the gate: s - c[b, h, kv]).
 
-how: first every kernel is compiled, by parallel processes that share Triton's cache; what tunes itself (fla's sums)
-does so when it is measured, alone on the GPU. Times are medians of CUDA events
-around the call, launches included, calls queued one after another with the L2 flushed between; eight rounds over all
-contenders of a shape, 2 to 30 calls each in turn, in a new order every round, so that clocks and power meet all alike.
+how: a contender compiles at its first call, which is not timed. Times are medians of CUDA events around the call,
+launches included, calls queued one after another with the L2 flushed between; eight rounds over all contenders of a
+shape, 2 to 30 calls each in turn, in a new order every round, so that clocks and power meet all alike.
 "queued" is the same with the GPU kept busy while the host launches.
 Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that. Pairs beyond a horizon count too, so that it
 shows as a higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
@@ -28,15 +27,13 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
 
-from bench_problems import HORIZON, METHOD, UNORDERED, Decode, Task, select, tasks
-from bench_report import check, decode_line, draw, error_line, markdown, row_line, targets
+from bench_problems import METHOD, OURS, Decode, Task, select, tasks
+from bench_report import check, decode_line, draw, error_line, markdown, row_line
 
-OURS = ("ours", UNORDERED, HORIZON, "plain Triton")
 LISTS = {"table": "rows", "extras": "rows", "flex": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
 
@@ -65,7 +62,6 @@ class Results:
         print(f"skipped {problem} | {contender}: {why}", flush=True)
 
     def save(self) -> None:
-        self.data["targets"] = targets(self.data)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_suffix(".part")
@@ -86,7 +82,7 @@ def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Resul
     path = Path(arguments.out) if arguments.out else None
     command = " ".join(["python kernels/bench.py", *arguments.given])
     fresh = {"schema": 2, "command": command, "method": METHOD, "machine": machine, **ceilings}
-    fresh |= {"rows": [], "decode": [], "errors": [], "skipped": [], "targets": [], "complete": False}
+    fresh |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
     if arguments.resume and path is not None and path.exists():
         earlier = read(str(path))
         for what in ("name", "versions"):
@@ -102,14 +98,11 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     import torch
     from bench_contenders import load_official, setups
     from bench_measure import Clock, ceilings, decode, errors, machine, measure
-    from bench_warm import warm_up, without_broken
 
     if arguments.official:
-        load_official(arguments.official)  # refused now, not after minutes of compiling
+        load_official(arguments.official)  # refused now, not after minutes
     started = time.monotonic()
     until = started + arguments.seconds
-    broken = warm_up(plan, arguments.official, arguments.jobs, arguments.warm_up_seconds) if arguments.jobs else {}
-    plan, left_out = without_broken(plan, broken)
     torch.manual_seed(0)
     clock = Clock(arguments.budget_ms)
     idle = machine()
@@ -117,8 +110,6 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     results = start(arguments, {**idle, "under_load": machine()}, top)
     print(json.dumps(results.data["machine"]), flush=True)
     print(f"matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gb_s']:.0f} GB/s", flush=True)
-    for entry in left_out:
-        results.skip(*entry)
 
     def one(task: Task, names: set[str]) -> tuple[list[dict], list[tuple[str, str]]]:
         if isinstance(task.problem, Decode):
@@ -164,9 +155,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="two shapes of the table and two decoding steps")
     parser.add_argument("--list", action="store_true", help="print the labels of what would be measured, and end")
-    parser.add_argument("--warm-up", action="store_true", help="only compile, and end")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile first; 0: don't")
-    parser.add_argument("--warm-up-seconds", type=float, default=240.0, help="allowed to each of them (%(default)g)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no measurement after this time")
     parser.add_argument(
         "--budget-ms", type=float, default=30.0, help="for a contender's turn; two calls at least (%(default)g)"
@@ -176,13 +164,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     arguments.given = argv
-    others = [n for n in ("official", "out", "resume", "only", "quick", "list", "warm_up") if getattr(arguments, n)]
+    others = [n for n in ("official", "out", "resume", "only", "quick", "list") if getattr(arguments, n)]
     if arguments.chart and others:
-        parser.error(f"--chart draws what was measured before: leave --{others[0].replace('_', '-')} out")
-    if arguments.jobs < 0:
-        parser.error(f"--jobs {arguments.jobs}: 0 or more processes")
-    if not min(arguments.seconds, arguments.budget_ms, arguments.warm_up_seconds) > 0:
-        parser.error("--seconds, --budget-ms and --warm-up-seconds must be positive")
+        parser.error(f"--chart draws what was measured before: leave --{others[0]} out")
+    if not min(arguments.seconds, arguments.budget_ms) > 0:
+        parser.error("--seconds and --budget-ms must be positive")
     if arguments.resume and not arguments.out:
         parser.error("--resume needs --out, the file to go on with")
     if arguments.out and Path(arguments.out).is_dir():
@@ -208,10 +194,6 @@ def main(argv: list[str] | None = None) -> int:
 
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device: nothing to measure (--chart draws a saved result, --list shows the plan)")
-        if arguments.warm_up:
-            from bench_warm import warm_up
-
-            return 1 if warm_up(plan, arguments.official, arguments.jobs or 1, arguments.warm_up_seconds) else 0
         results = run(arguments, plan)
     except ValueError as error:
         print(f"bench.py: {error}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Who is measured: each contender set up on a problem's tensors, as (inputs, gradient of the output, forward)."""
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
@@ -58,27 +57,6 @@ def fla(x):
     cumsum.chunk_global_cumsum_scalar_kernel.fn._do_bench = partial(do_bench, warmup=5, rep=20)
     inputs = leaves(x)
     return inputs, x["do"], lambda: parallel_forgetting_attn(*inputs, cu_seqlens=x["cu_seqlens"])
-
-
-@contextlib.contextmanager
-def compiling_only():
-    """Let Triton's autotuners compile all their configurations instead of running them.
-
-    Timed by several processes at once they would take minutes and choose at random.
-    """
-    from triton.runtime.autotuner import Autotuner
-
-    def compile_all(self, *args, warmup, **kwargs):
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        for config in self.prune_configs(kwargs):
-            self.fn.warmup(*args, **kwargs, **config.all_kwargs())
-        self.nargs = None
-
-    usual, Autotuner.run = Autotuner.run, compile_all
-    try:
-        yield
-    finally:
-        Autotuner.run = usual
 
 
 def heads_first(x, repeat=False):

@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import torch
 from bench_contenders import decoding, tensors
-from bench_problems import Decode, Problem
+from bench_problems import OUTPUTS, Decode, Problem
 
 ROUNDS = 8  # over all contenders of a problem, in a new order each: clocks and the power limit meet all alike
 LAUNCHED_AHEAD = 24  # flushes of 0.1 ms each: longer than launching a step takes
 FLOPS = {"forward": 1.0, "backward": 2.5, "total": 3.5}  # in units of the forward's
-OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 
 
 def failures() -> tuple[type[Exception], ...]:

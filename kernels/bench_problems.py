@@ -7,9 +7,11 @@ DENSE = ("ours", "plain Triton", "official", "fla", "FlashAttention-2, no gate",
 UNORDERED = "ours, dq in any order"
 HORIZON = "ours, horizon 16"
 SPARSE = (HORIZON, "official, pruned")
+OURS = ("ours", UNORDERED, HORIZON, "plain Triton")
 ON_AND_OFF = ("ours", HORIZON, "plain Triton")
 CONTENDERS = (*DENSE, UNORDERED, *SPARSE, "FlexAttention")
 STAGES = ("table", "decode", "errors", "extras", "flex")
+OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 GATES = ("open", "mixed", "short")
 METHOD = (
     "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "

@@ -1,65 +1,44 @@
-"""What the measurements mean: ratios to the peers of the same run, targets met or missed, a table and a chart."""
+"""What the measurements mean: ratios to the peers of the same run, a table and a chart."""
 
 from pathlib import Path
 from typing import Any
 
-from bench_problems import CONTENDERS, HORIZON, TABLE, UNORDERED, Problem
+from bench_problems import CONTENDERS, HORIZON, OURS, OUTPUTS, TABLE, UNORDERED, Problem
 
-OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
-# (what, who, to whom, at most by head dim): ratios of the total time, forward and backward
-TARGETS = (
-    ("official", "ours", "official", {64: 0.50, 128: 0.75}),
-    ("fla", "ours", "fla", {64: 0.40, 128: 0.62}),
-    ("FA2, no gate", "ours", "FlashAttention-2, no gate", {64: 0.75, 128: 0.75}),
-    ("cuDNN, no gate", "ours", "cuDNN, no gate", {64: 1.0, 128: 1.0}),
-    ("dq in any order / cuDNN", UNORDERED, "cuDNN, no gate", {64: 1.0, 128: 1.0}),
-    ("plain Triton / official", "plain Triton", "official", {64: 0.85, 128: 0.85}),
-    ("horizon / official, pruned", HORIZON, "official, pruned", {64: 0.75, 128: 0.75}),
-)
-ON_OFF = "horizon on / off"  # with gates open it hides nothing: what it may cost
-COST_AT_MOST = 1.03
-COPY_AT_LEAST = 0.70  # of the measured copy bandwidth, decoding at 32k and 128k
+# name -> (whose total time, forward and backward, over whose)
+RATIOS = {
+    "official": ("ours", "official"),
+    "fla": ("ours", "fla"),
+    "FA2, no gate": ("ours", "FlashAttention-2, no gate"),
+    "cuDNN, no gate": ("ours", "cuDNN, no gate"),
+    "dq in any order / cuDNN": (UNORDERED, "cuDNN, no gate"),
+    "plain Triton / official": ("plain Triton", "official"),
+    "horizon / official, pruned": (HORIZON, "official, pruned"),
+}
 
 
-def totals(result: dict, p: Problem, kind: str = "total_ms") -> dict[str, float]:
-    return {r["contender"]: r[kind] for r in result["rows"] if r["problem"] == p.name}
+def totals(result: dict, p: Problem) -> dict[str, float]:
+    """Return contender -> milliseconds of forward and backward on a problem."""
+    return {r["contender"]: r["total_ms"] for r in result["rows"] if r["problem"] == p.name}
 
 
-def target(what: str, where: str, value: float, limit: float, met: bool) -> dict:
-    return {"what": what, "where": where, "value": value, "target": limit, "met": met}
+def ratio(times: dict[str, float], mine: str, other: str) -> str:
+    return f"{times[mine] / times[other]:.2f}" if mine in times and other in times else "-"
 
 
-def ratio_target(result: dict, what: str, p: Problem, mine: str, other: str, limit: float) -> list[dict]:
-    """Return the target on a ratio of total times, with the ratio of the queued ones, if both were measured."""
-    times, queued = totals(result, p), totals(result, p, "queued_ms")
-    if mine not in times or other not in times:
-        return []
-    ratio = times[mine] / times[other]
-    found = target(what, p.name, ratio, limit, ratio <= limit)
-    return [{**found, "queued_value": queued[mine] / queued[other]}]
-
-
-def targets(result: dict) -> list[dict]:
-    """Return every target for which both sides were measured: what, where, value, target, met."""
-    found = []
-    for p in TABLE:
-        for what, mine, other, limits in TARGETS:
-            found += ratio_target(result, what, p, mine, other, limits[p.D])
-        found += ratio_target(result, ON_OFF, p._replace(gates="open"), HORIZON, "ours", COST_AT_MOST)
-    for row in result["decode"]:
-        if row["T"] >= 32768:
-            for what, rate in (("decode / copy", "of_copy"), ("decode / copy, L2 clean", "clean_of_copy")):
-                if rate in row:  # results of before 2026-11-22 know one flush only
-                    found.append(target(what, row["problem"], row[rate], COPY_AT_LEAST, row[rate] >= COPY_AT_LEAST))
-    for problem in dict.fromkeys(r["problem"] for r in result["errors"]):
-        rows = {r["contender"]: r for r in result["errors"] if r["problem"] == problem}
-        for mine in ("ours", "plain Triton"):
-            if mine in rows and "official" in rows:
-                for n in OUTPUTS:
-                    ratio = rows[mine][n] / rows["official"][n]
-                    what = f"error of {n}, {mine} / official"
-                    found.append(target(what, problem, ratio, 1.0, ratio <= 1.0))
-    return found
+def error_ratios(result: dict) -> list[str]:
+    """Return a line per output and kernel of ours: the least and greatest error over the official kernel's."""
+    found: dict[str, list[float]] = {}
+    rows = {(r["problem"], r["contender"]): r for r in result["errors"]}
+    for (problem, mine), row in rows.items():
+        official = rows.get((problem, "official"))
+        if mine in OURS and official is not None:
+            for n in OUTPUTS:
+                found.setdefault(f"error of {n}, {mine} / official", []).append(row[n] / official[n])
+    return [
+        f"{what}: {min(x):.4f} to {max(x):.4f}, above 1 in {sum(r > 1 for r in x)} of {len(x)}"
+        for what, x in found.items()
+    ]
 
 
 def row_line(row: dict) -> str:
@@ -83,40 +62,17 @@ def error_line(row: dict) -> str:
     return f"error {row['problem']:26} {row['contender']:14} " + "  ".join(f"{n} {row[n]:.2e}" for n in OUTPUTS)
 
 
-def cell(found: dict | None) -> str:
-    return "-" if found is None else f"{found['value']:.2f}{'' if found['met'] else ' (missed)'}"
-
-
 def markdown(result: dict) -> str:
-    """Return the summary: total times and ratios per shape, a horizon's cost, decoding, and the targets missed."""
-    reached = targets(result)
-    at = {(t["what"], t["where"]): t for t in reached}
-    names = [what for what, *_ in TARGETS]
-    lines = [
-        f"| B,T,H,Hkv,D | ours, ms | {' | '.join(names)} | {ON_OFF} |",
-        "|---" * (3 + len(names)) + "|",
-    ]
+    """Return the summary: times and ratios per shape, what a horizon costs that hides nothing, decoding, errors."""
+    columns = ["B,T,H,Hkv,D", "ours, ms", *RATIOS, "gates open: horizon on / off"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for p in TABLE:
         times = totals(result, p)
         if "ours" in times:
-            cells = [cell(at.get((what, p.name))) for what in names]
-            cells.append(cell(at.get((ON_OFF, p._replace(gates="open").name))))
+            cells = [ratio(times, *pair) for pair in RATIOS.values()]
+            cells.append(ratio(totals(result, p._replace(gates="open")), HORIZON, "ours"))
             lines.append(f"| {p.name.split(' ')[0]} | {times['ours']:.3f} | {' | '.join(cells)} |")
-    lines.append("")
-    lines += [*(decode_line(row) for row in result["decode"]), ""]
-    missed = [t for t in reached if not t["met"]]
-    lines.append(
-        f"{len(reached) - len(missed)} of {len(reached)} targets met; missed:" if missed else "all targets met"
-    )
-    for t in missed:
-        if "error" not in t["what"]:
-            queued = f" (GPU time alone {t['queued_value']:.3f})" if "queued_value" in t else ""
-            lines.append(f"  {t['what']} at {t['where']}: {t['value']:.3f}{queued}, target {t['target']:.2f}")
-    for what in dict.fromkeys(t["what"] for t in missed if "error" in t["what"]):
-        ratios = [t["value"] for t in reached if t["what"] == what]
-        above = sum(t["what"] == what for t in missed)
-        lines.append(f"  {what}: {min(ratios):.4f} to {max(ratios):.4f}, above 1 in {above} of {len(ratios)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *map(decode_line, result["decode"]), "", *error_ratios(result)])
 
 
 COLOURS = {
