@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -143,6 +144,17 @@ def failures(case: Case, device="cpu", backend="triton") -> list[str]:
         for name, mine, eager in errors(case, device, backend)
         if not mine <= 2 * eager + ROUNDING[case.dtype]
     ]
+
+
+def broken(checks: dict[str, Callable], *arguments) -> dict[str, str]:
+    """Return the traceback of each check that fails, "" of the others."""
+    report = dict.fromkeys(checks, "")
+    for name, check in checks.items():
+        try:
+            check(*arguments)
+        except AssertionError:
+            report[name] = traceback.format_exc()
+    return report
 
 
 @st.composite

@@ -15,7 +15,10 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 @pytest.fixture(scope="module")
 def report(request):
-    """What the test's own file prints as JSON, run as a program with Triton's interpreter on."""
+    """What `in_interpreter` of the test's own file returns, run in a process with Triton's interpreter on.
+
+    The interpreter has to be on before the kernels are imported.
+    """
     runner = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", str(runner), str(request.path)],

@@ -1,4 +1,5 @@
-"""Runs a file as a program under Triton's interpreter: `python interpreted.py FILE`, with TRITON_INTERPRET=1.
+"""Runs a file under Triton's interpreter and prints what its function `in_interpreter` returns, if it has one, as JSON:
+`python interpreted.py FILE`, with TRITON_INTERPRET=1.
 
 It takes half the time so, for the same results. As it is, the interpreter looks through all of triton.language at every
 call of a kernel or of a function within one, for what it has to patch: the names are always the same, and here they are
@@ -12,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -57,4 +59,6 @@ if __name__ == "__main__":
     hasten()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    names = runpy.run_path(sys.argv[0], run_name="__main__")
+    if "in_interpreter" in names:
+        print(json.dumps(names["in_interpreter"]()))

@@ -13,9 +13,8 @@ import pytest
 import torch
 import twins
 from cases import Case, draw, errors, gates, results
-from fox_kernels import autograd, chunked, decode_attention, forgetting_attention, reference
+from fox_kernels import autograd, decode_attention, forgetting_attention, reference
 from fox_kernels.common import cumsum
-from fox_kernels.decoding.planner import launch_decode
 from fox_kernels.options import ALL_KEYS, Options, Saved, Shard
 from fox_kernels.plain import backward, forward
 from fox_kernels.plain.backward import launch_backward
@@ -72,21 +71,6 @@ def check_merging(device: str, n: int, D: int) -> None:
     dlog_f = torch.cat([cumsum.gate_gradient(dc[..., s].contiguous(), log_f[:, s]) for s in at], 1)
     for name, x, y in zip(("dq", "dk", "dv", "dlog_f"), (dq, dk, dv, dlog_f), wanted, strict=True):
         assert (x - y).norm() < 1e-4 * y.norm(), name
-
-
-def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) -> None:
-    """A padded batch from slices of buffers longer than the cache, with c appended rather than summed again."""
-    torch.manual_seed(0)
-    B, H, Hkv, D, room = 4, 8, 2, 96, S + 1000
-    k, v = (torch.randn(B, room, Hkv, D, device=device, dtype=dtype)[:, :S] for _ in range(2))
-    q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
-    log_f = gates("short", B, S, H, device=device)
-    start = torch.tensor([0, 17, S // 2, S - 1], dtype=torch.int32, device=device)
-    hi, lo = twins.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
-    padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
-    exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
-    o, _ = launch_decode(q, k, v, padded[0][..., :S], padded[1][..., :S], Options(D**-0.5, sink=4), start)
-    assert (o - exact).norm() < tolerance * exact.norm()
 
 
 def check_nan(device: str, backend: str = "triton") -> None:

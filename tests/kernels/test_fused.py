@@ -2,13 +2,15 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
-import json
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+from fox_kernels.layer.entry import entry, entry_torch
+from fox_kernels.layer.gate import gate, gate_torch
+from fox_kernels.layer.norm import head_norm, head_norm_torch
+from fox_kernels.layer.rotary import rotary, rotary_torch
+from fox_kernels.layer.shift import shift, shift_torch
 
 SMALL = {
     "norm": [(2, 70, 3, 64, 1, 1), (1, 1, 2, 80, 1, 0), (2, 9, 4, 16, 0, 1), (1, 300, 2, 24, 1, 1)],
@@ -43,27 +45,34 @@ def gradients(function, inputs: list, seeds: list | None = None):
     ], seeds
 
 
-def no_worse(ours: list, eager: list, exact: list, floor: float) -> list[str]:
-    """The error bound of every kernel here: at most twice the eager twin's own, or the dtype's rounding."""
-    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(ours, eager, exact, strict=True)]
-    return [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in enumerate(errors) if not a <= max(2 * b, floor)]
-
-
 def widened(inputs: list) -> list:
     return [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def compared(function, twin, exact, inputs: list, floor: float) -> tuple[list[str], list, list]:
+    """Return what breaks the bound, and the outputs and gradients of the function and of `exact` in float64.
+
+    The bound: at most twice the eager twin's error, or the dtype's rounding. Two runs give the same bits.
+    """
+    ours, seeds = gradients(function, inputs)
+    eager, _ = gradients(twin, inputs, seeds)
+    wide, _ = gradients(exact, widened(inputs), seeds)
+    again, _ = gradients(function, inputs, seeds)
+    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(ours, eager, wide, strict=True)]
+    failed = [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in enumerate(errors) if not a <= max(2 * b, floor)]
+    differ = [n for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)]
+    return failed + [f"{n} differs from run to run" for n in differ], ours, wide
 
 
 FLOOR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
 def check_rotary(device: str, dtype: torch.dtype, B, H, Hkv, T, D, P, per_row) -> list[str]:
-    from fox_kernels.layer import rotary
-
     q = torch.randn(B, T, H, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     k = torch.randn(B, Hkv, T, D, device=device, dtype=dtype, requires_grad=True)
     cos, sin = torch.randn(2, B if per_row else 1, T, P + 3, device=device)[..., :P]
-    ours, seeds = gradients(rotary.rotary, [q, k, cos, sin])
-    wide, _ = gradients(rotary.rotary_torch, [x.detach().float().requires_grad_() for x in (q, k)] + [cos, sin], seeds)
+    ours, seeds = gradients(rotary, [q, k, cos, sin])
+    wide, _ = gradients(rotary_torch, [x.detach().float().requires_grad_() for x in (q, k)] + [cos, sin], seeds)
     failed = [] if all(relative(a, b) <= FLOOR[dtype] for a, b in zip(ours, wide, strict=True)) else ["rotary"]
     half, still = D // 2, slice(P, D // 2)
     for x, y in zip((q, k), ours, strict=False):
@@ -73,29 +82,19 @@ def check_rotary(device: str, dtype: torch.dtype, B, H, Hkv, T, D, P, per_row) -
 
 
 def check_gate(device: str, dtype: torch.dtype, rows, K, H) -> list[str]:
-    from fox_kernels.layer import gate
-
     def exact(x, w, b):
         return torch.nn.functional.logsigmoid(x @ w.T + b)
 
     x = torch.randn(*rows, K, device=device, dtype=dtype, requires_grad=True)
     w = (torch.randn(H, K, device=device) * 0.1).requires_grad_()
     b = (torch.randn(H, device=device) * 6 + 6).requires_grad_()  # shut to open: log f from -10 to -1e-10
-    ours, seeds = gradients(gate.gate, [x, w, b])
-    eager, _ = gradients(gate.gate_torch, [x, w, b], seeds)
-    wide, _ = gradients(exact, widened([x, w, b]), seeds)
-    failed = no_worse(ours, eager, wide, 2e-6)
+    failed, ours, wide = compared(gate, gate_torch, exact, [x, w, b], 2e-6)
     if x.numel() and not ((ours[0] - wide[0]) / wide[0]).abs().max() < 2e-5:
         failed.append("an open gate's log f lost its digits")
-    again, _ = gradients(gate.gate, [x, w, b], seeds)
-    return failed + [
-        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
-    ]
+    return failed
 
 
 def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) -> list[str]:
-    from fox_kernels.layer import entry
-
     def exact(x, wq, wk, wv, b, wf, bf, cos, sin, D):
         qkv = torch.nn.functional.linear(x, torch.cat((wq, wk, wv)), b)
         q, k, v = qkv.split((H * D, Hkv * D, Hkv * D), -1)
@@ -117,34 +116,20 @@ def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) ->
     bf = torch.randn(H, device=device).requires_grad_()
     angle = torch.randn(1 if P == 16 else B, T, P, device=device)
     inputs = [x, *weights, b, wf, bf, angle.cos(), angle.sin(), D]
-    ours, seeds = gradients(entry.entry, inputs)
-    eager, _ = gradients(entry.entry_torch, inputs, seeds)
-    wide, _ = gradients(exact, widened(inputs), seeds)
-    failed = no_worse(ours, eager, wide, 3e-6 if dtype == torch.float32 else FLOOR[dtype] / 4)
-    gate = len(ours) - 2  # dW_f: its dz travels as two 16-bit numbers, so it has float32's digits
-    if relative(ours[gate], wide[gate]) > 2e-5:
-        failed.append(f"dW_f: {relative(ours[gate], wide[gate]):.1e}")
-    again, _ = gradients(entry.entry, inputs, seeds)
-    return failed + [
-        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
-    ]
+    floor = 3e-6 if dtype == torch.float32 else FLOOR[dtype] / 4
+    failed, ours, wide = compared(entry, entry_torch, exact, inputs, floor)
+    last = len(ours) - 2  # dW_f: its dz travels as two 16-bit numbers, so it has float32's digits
+    if relative(ours[last], wide[last]) > 2e-5:
+        failed.append(f"dW_f: {relative(ours[last], wide[last]):.1e}")
+    return failed
 
 
 def check_norm(device: str, dtype: torch.dtype, B, T, H, D, with_gain, with_logit) -> list[str]:
-    from fox_kernels.layer import norm
-
     x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     gain = torch.randn(H, D, device=device).requires_grad_() if with_gain else None
     logit = torch.randn(B, T, H * D, device=device, dtype=dtype).requires_grad_() if with_logit else None
     eps = 1e-5 if B > 1 else 0.0
-    ours, seeds = gradients(norm.head_norm, [x, gain, logit, eps])
-    eager, _ = gradients(norm.head_norm_torch, [x, gain, logit, eps], seeds)
-    wide, _ = gradients(exact_norm, [*widened([x, gain, logit]), eps], seeds)
-    again, _ = gradients(norm.head_norm, [x, gain, logit, eps], seeds)
-    failed = no_worse(ours, eager, wide, FLOOR[dtype] / 2)
-    return failed + [
-        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
-    ]
+    return compared(head_norm, head_norm_torch, exact_norm, [x, gain, logit, eps], FLOOR[dtype] / 2)[0]
 
 
 def exact_norm(x, gain, logit, eps):
@@ -154,19 +139,14 @@ def exact_norm(x, gain, logit, eps):
 
 
 def check_shift(device: str, dtype: torch.dtype, B, T, H, D) -> list[str]:
-    from fox_kernels.layer import shift
-
     x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     amount = torch.rand(B, T, H, device=device) * (torch.rand(B, T, 1, device=device) > 0.2)  # some documents start
     amount.requires_grad_()
-    ours, seeds = gradients(shift.shift, [x, amount])
-    eager, _ = gradients(shift.shift_torch, [x, amount], seeds)
 
     def exact(x, amount):
         return x + amount[..., None] * (torch.cat((x[:, :1], x[:, :-1]), 1) - x)
 
-    wide, _ = gradients(exact, widened([x, amount]), seeds)
-    return no_worse(ours, eager, wide, FLOOR[dtype])
+    return compared(shift, shift_torch, exact, [x, amount], FLOOR[dtype])[0]
 
 
 CHECKS = {"norm": check_norm, "shift": check_shift, "rotary": check_rotary, "gate": check_gate, "entry": check_entry}
@@ -174,10 +154,6 @@ CHECKS = {"norm": check_norm, "shift": check_shift, "rotary": check_rotary, "gat
 
 def check_compiled(device: str, name: str) -> list[str]:
     """torch.compile takes each function whole, as operators, and differentiates it as eager mode does."""
-    from fox_kernels.layer.gate import gate
-    from fox_kernels.layer.norm import head_norm
-    from fox_kernels.layer.rotary import rotary
-    from fox_kernels.layer.shift import shift
 
     def wants(*shape):
         return torch.randn(*shape, device=device).requires_grad_()
@@ -197,14 +173,14 @@ def check_compiled(device: str, name: str) -> list[str]:
 COMPILED = ("rotary", "gate", "norm", "norm alone", "shift")
 
 
-def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
-    report = {}
-    for name, sizes in cases.items():
+def in_interpreter() -> dict[str, list[str]]:
+    report = {f"compiled {name}": check_compiled("cpu", name) for name in COMPILED}
+    for name, sizes in SMALL.items():
         for n, size in enumerate(sizes):
-            for dtype in dtypes:
+            for dtype in (torch.float32, torch.float16):
                 torch.manual_seed(n)
-                report[f"{name} {n} {dtype}"] = CHECKS[name](device, dtype, *size)
-    return report | {f"compiled {name}": check_compiled(device, name) for name in COMPILED}
+                report[f"{name} {n} {dtype}"] = CHECKS[name]("cpu", dtype, *size)
+    return report
 
 
 @pytest.mark.timeout(600)
@@ -233,36 +209,38 @@ def test_on_a_gpu(name, n, dtype):
     assert CHECKS[name]("cuda", dtype, *REAL[name][n]) == []
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    from fox_kernels.layer.norm import head_norm
-    from fox_kernels.layer.shift import shift
+def refused() -> list[tuple]:
+    """(what is said, function, arguments): shapes and dtypes that don't fit, and tensors that are on no GPU."""
 
-    with pytest.raises(ValueError, match="gain"):
-        head_norm(torch.randn(2, 3, 8), torch.randn(3, 4), None)
-    with pytest.raises(ValueError, match="logit"):
-        head_norm(torch.randn(2, 3, 8), None, torch.randn(2, 8))
-    with pytest.raises(ValueError, match="amount"):
-        shift(torch.randn(1, 2, 3, 8), torch.rand(1, 2, 4))
-    from fox_kernels.layer.entry import entry
-    from fox_kernels.layer.gate import gate
-    from fox_kernels.layer.rotary import rotary
+    x, w, b, angle = torch.zeros(1, 5, 2, 8), torch.zeros(2, 8), torch.zeros(2), torch.zeros(1, 5, 4)
+    q, square = x.transpose(1, 2), torch.zeros(8, 8)
+    states = (x[:, :, 0], square, square, square, None)
+    return [
+        ("tensor on cpu: use gate_torch", gate, (x, w, b)),
+        ("tensor on cpu: use head_norm_torch", head_norm, (x, None, None)),
+        ("tensor on cpu: use shift_torch", shift, (x, x[..., 0])),
+        ("tensor on cpu: use rotary_torch", rotary, (q, q, angle, angle)),
+        ("tensor on cpu: use entry_torch", entry, (*states, w[:1], b[:1], angle, angle, 8)),
+        ("got torch.float64: cast it or use gate_torch", gate, (x.double(), w, b)),
+        ("float32", gate, (x, w.bfloat16(), b)),
+        ("don't fit", gate, (x, w[0], b)),
+        ("don't fit", gate, (x[..., :0], w[:, :0], b)),
+        ("gain", head_norm, (x, w[:, :4], None)),
+        ("logit", head_norm, (x, None, x[0, :, 0])),
+        (r"x must be \(..., H, D\)", head_norm, (b, None, None)),
+        ("of a float dtype", head_norm, (x, None, torch.zeros(1, 5, 16, dtype=torch.int32))),
+        ("amount", shift, (x, x[..., 0, :4])),
+        (r"x must be \(B, T, H, D\)", shift, (w, w[:, 0])),
+        (r"must be \(B, heads, T, D\)", rotary, (w, w, angle, angle)),
+        ("one dtype", rotary, (q, q.half(), angle, angle)),
+        ("4 pairs", rotary, (q, q, torch.zeros(1, 5, 5), torch.zeros(1, 5, 5))),
+        ("cos and sin", rotary, (q, q, angle[:, :4], angle[:, :4])),
+        ("wf and bf must be", entry, (*states, w[:1].half(), b[:1], angle, angle, 8)),
+        ("don't fit", entry, (*states[:3], square[:4], None, w[:1], b[:1], angle, angle, 8)),
+    ]
 
-    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
-    angle = torch.randn(1, 5, 4)
-    with pytest.raises(ValueError, match="one dtype"):
-        rotary(q, k.half(), angle, angle)
-    with pytest.raises(ValueError, match="4 pairs"):
-        rotary(q, k, torch.randn(1, 5, 5), torch.randn(1, 5, 5))
-    with pytest.raises(ValueError, match="cos and sin"):
-        rotary(q, k, angle[:, :4], angle[:, :4])
-    with pytest.raises(ValueError, match="float32"):
-        gate(torch.randn(2, 4), torch.randn(3, 4).bfloat16(), torch.randn(3))
-    with pytest.raises(ValueError, match="don't fit"):
-        gate(torch.randn(2, 4), torch.randn(3, 5), torch.randn(3))
-    w = torch.randn(16, 4)
-    with pytest.raises(ValueError, match="don't fit"):
-        entry(torch.randn(1, 5, 4), w, w[:8], w[:4], None, torch.randn(2, 4), torch.randn(2), angle, angle, 8)
 
-
-if __name__ == "__main__":
-    json.dump(run_all("cpu", SMALL, (torch.float32, torch.float16)), sys.stdout)
+def test_what_they_cannot_take_is_refused_with_the_reason():
+    for message, function, arguments in refused():
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, draw, results
 from fox_kernels import forgetting_attention
-from test_large_gpu import gluon
+from test_gpu import gluon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,14 +12,10 @@ from cases import gates, laid_out
 from fox_kernels import deterministic as deterministically
 from fox_kernels import forgetting_attention
 from fox_kernels.common import cumsum
-from fox_kernels.hopper import forward as hopper_forward
-from test_gpu import gate_error
+from test_gpu import NO_GLUON, gluon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-NO_GLUON = hopper_forward.gluon_missing() or ("" if HOPPER else "needs a Hopper GPU")
-gluon = pytest.param("gluon", marks=pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON)))
 BF16 = torch.bfloat16
 
 
@@ -97,14 +93,6 @@ def test_decoding_from_a_cache_of_more_than_two_to_the_31_elements():
         whole = forgetting_attention(q, k, v, log_f)
         alone = forgetting_attention(q[-1:], k[-1:], v[-1:], log_f[-1:])
     assert (whole[-1:] - alone).norm() <= 4e-3 * alone.norm()  # the keys are split otherwise, o is rounded to bf16
-
-
-@pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON))
-@pytest.mark.parametrize("mean", [0.0, -1.0, -3.0])
-@pytest.mark.parametrize(("T", "D"), [(4096, D) for D in (64, 80, 96, 128)] + [(32768, 64), (32768, 128)])
-def test_gate_gradient_of_the_hopper_kernels_within_half_a_percent(T, D, mean):
-    torch.manual_seed(0)
-    assert gate_error(T, mean, D=D, backend="gluon") <= 5e-3
 
 
 def test_cumulative_gates_of_a_million_tokens():

@@ -1,14 +1,8 @@
 """Norms with residual sums, and SiLU products: in Triton's interpreter, on a GPU, and compiled without one."""
 
-import json
-import os
-import subprocess
-import sys
-import traceback
-from pathlib import Path
-
 import pytest
 import torch
+from cases import broken
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -60,23 +54,17 @@ def check_refusals(device: str) -> None:
             gate_rows(x, w[None, :32], w[:1])
 
 
-CHECKS = ("twins", "refusals")
+CHECKS = {"twins": check_twins, "refusals": check_refusals}
 
 
-@pytest.fixture(scope="module")
-def report() -> dict[str, str]:
-    """What fails in a subprocess with the interpreter on: it has to be on before the kernels are imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def in_interpreter() -> dict[str, str]:
+    return broken(CHECKS, "cpu")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_the_interpreter(check, report):
-    assert report.get(check) is None, report[check]
+    assert not report[check]
 
 
 @on_gpu
@@ -91,14 +79,3 @@ def test_without_a_gpu_nothing_leans():
 
     with torch.no_grad():
         assert not leans(torch.randn(2, 64))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    failures = {}
-    for name in CHECKS:
-        try:
-            globals()[f"check_{name}"]("cpu")
-        except AssertionError:
-            failures[name] = traceback.format_exc()
-    print(json.dumps(failures))

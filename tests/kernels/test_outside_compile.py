@@ -59,15 +59,6 @@ def test_a_length_marked_dynamic_is():
     assert compiled(*empty).shape == (2, 0, 2, 8)
 
 
-def test_under_autocast():
-    inputs, _, _ = draw(Case(T=40, D=8))
-    compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        o = compiled(*inputs)
-        assert o.dtype == torch.bfloat16
-        assert torch.equal(o, forgetting_attention(*inputs))
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch 2.14's own check
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_operator_passes_torchs_own_check(dtype):

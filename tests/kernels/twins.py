@@ -13,15 +13,6 @@ def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return hi, (c - hi).to(torch.float32)
 
 
-def append(hi: torch.Tensor, lo: torch.Tensor, log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (hi, lo) of a cache (B, H, S) lengthened by new gates log_f (B, T, H), without summing the old again."""
-    new = (log_f.transpose(1, 2).to(torch.float64).clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
-    if hi.shape[-1]:
-        new = new + (hi[..., -1:].to(torch.float64) + lo[..., -1:].to(torch.float64))
-    new_hi = new.to(torch.float32)
-    return torch.cat((hi, new_hi), -1), torch.cat((lo, (new - new_hi).to(torch.float32)), -1)
-
-
 def gate_gradient_torch(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
     """`cumsum.gate_gradient`."""
     total = dc.to(torch.float64).flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
