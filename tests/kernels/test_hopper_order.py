@@ -69,7 +69,7 @@ def walks(start: list[int], T: int, S: int, queries: int) -> tuple[list[int], li
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(problems())
 def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
-    from fox_kernels.hopper import backward_copies as copies
+    from fox_kernels.hopper import backward_producer, backward_writer
 
     T, S, queries, sink, bounds, kind = problem
     start = end = low = high = None
@@ -82,14 +82,17 @@ def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
     plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
     tiles, seen = -(-T // queries), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "gl", plain)
-        patch.setattr(copies, "edges_of", lambda edges, *_: edges)
-        patch.setattr(copies, "BN", KEYS)
+        for module in (backward_producer, backward_writer):
+            patch.setattr(module, "gl", plain)
+            patch.setattr(module, "BN", KEYS)
+        patch.setattr(backward_producer, "edges_of", lambda edges, *_: edges)
         for n in range(-(-S // KEYS)):
-            lo, hi, _, _ = copies._query_tiles.fn(n, 0, 0, -(-S // KEYS), START, END, high, T, S, kind, sink, queries)
+            lo, hi, _, _ = backward_producer._query_tiles.fn(
+                n, 0, 0, -(-S // KEYS), START, END, high, T, S, kind, sink, queries
+            )
             for m in range(lo, hi):
                 assert m < tiles
-                turn = n - copies._first.fn(m, 0, 0, tiles, START, low, T, S, kind, queries)
+                turn = n - backward_writer._first.fn(m, 0, 0, tiles, START, low, T, S, kind, queries)
                 assert turn == seen.setdefault(m, 0)
                 seen[m] += 1
     assert len(seen) == tiles or start is not None  # else its dq would be of nobody: only bounded ones begin with zeros

@@ -1,36 +1,28 @@
-"""The partitions of the Hopper backward that move data: the producer of q, k, v, do and decays, the writer of dq."""
+"""The producer of the Hopper backward: copies k, v, q and do by TMA, and finds each block's decays and walk."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common.blocks import LOG2E
+from .backward_walk import (
+    BN,
+    HEAD_EMPTY,
+    HEAD_FULL,
+    I_HEADS,
+    I_HI,
+    I_INDEX,
+    I_LO,
+    I_STEPS,
+    INFO,
+    KV_EMPTY,
+    KV_FULL,
+    Q_FULL,
+    acquire,
+    key_tile,
+)
 from .forward_producer import difference, edges_of
-from .gluon_names import thread_barrier, tma_load, tma_reduce_add, tma_store
-
-BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
-# barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
-DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-KV_FULL, KV_EMPTY, HEAD_DONE, Q_FULL = (gl.constexpr(x) for x in (6, 8, 10, 12))
-# the producer's message about a chunk of heads: key tile (-1: no more), range of query tiles, each head's last one
-INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
-
-
-@gluon.jit
-def _acquire(pointer):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def key_tile(index, num_n, num_bh, group):
-    """The index-th key tile: groups of heads, in each group ascending keys (the longest walks first)."""
-    per_group = group * num_n
-    g = index // per_group
-    r = index - g * per_group
-    width = gl.minimum(group, num_bh - g * group)
-    return r // width, g * group + r % width
+from .gluon_names import tma_load
 
 
 @gluon.jit
@@ -43,9 +35,9 @@ def _begin_together(index, num_tiles, COPIED, PER_ROUND: gl.constexpr):
     if PER_ROUND > 0:
         gl.atomic_add(COPIED, 1, sem="relaxed")
         before = gl.where(index < num_tiles, index // PER_ROUND * PER_ROUND, 0)
-        copied = _acquire(COPIED)
+        copied = acquire(COPIED)
         while copied < before:
-            copied = _acquire(COPIED)
+            copied = acquire(COPIED)
 
 
 @gluon.jit
@@ -76,11 +68,6 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
         if (first + SINK > n0) | (last_start > first):
             clean_hi = 0
     return lo, gl.maximum(hi, lo), clean_lo, clean_hi
-
-
-@gluon.jit
-def scalar(info):
-    return gl.max(info.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
@@ -236,125 +223,3 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
     mbarrier.wait(bars.index(HEAD_EMPTY + (chunk & 1)), ((chunk >> 1) & 1) ^ 1)
     info_s.index((chunk & 1) * INFO + I_INDEX).store(one * -1)
     mbarrier.arrive(bars.index(HEAD_FULL + (chunk & 1)), count=1)
-
-
-@gluon.jit
-def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, BM: gl.constexpr):
-    """The first key tile that adds to query tile m; it never falls from one m to the next."""
-    if HAS_START == 2:
-        return gl.load(TILE_LO + bh * num_m + m)
-    elif HAS_START:
-        return gl.load(START + b * S + S - T + m * BM) // BN
-    else:
-        return 0 * m
-
-
-@gluon.jit
-def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
-           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr,
-           BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
-    VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    # heads that a horizon ends at different query tiles are not visited in turn: no looking ahead
-    EACH: gl.constexpr = HAS_START == 2 and HEADS > 1
-    num_m = T_PAD // BM
-    it = 0
-    step = 0
-    tiles = 0
-    chunk = 0
-    mbarrier.wait(bars.index(HEAD_FULL), 0)
-    index = scalar(info_s.index(I_INDEX))
-    while index >= 0:
-        n, bhk = key_tile(index, num_n, num_bh, group)
-        b = bhk // (H // KV_GROUP)
-        hk = bhk - b * (H // KV_GROUP)
-        for g0 in range(0, KV_GROUP, HEADS):
-            heads = gl.minimum(KV_GROUP - g0, HEADS)
-            bh0 = b * H + hk * KV_GROUP + g0
-            slot = chunk & 1
-            mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
-            lo = scalar(info_s.index(slot * INFO + I_LO))
-            hi = scalar(info_s.index(slot * INFO + I_HI))
-            now = -1 + 0 * n
-            turn = n
-            last = gl.maximum(hi - 1, 0)
-            # all key tiles before this one add to all query tiles of this walk: the turn is n, nothing is read for it
-            whole = 0 * n == 0
-            if HAS_START:
-                for g in range(heads):
-                    if EACH:
-                        whole = whole & (scalar(info_s.index(slot * INFO + I_HEADS + g)) == hi)
-                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_START, BM) == 0)
-            if DETERMINISTIC and not (EACH or whole):
-                turn = n - _first(last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, BM)
-            for i in range(lo, hi):
-                m = hi - 1 - (i - lo)
-                for g in range(heads):
-                    bh = bh0 + g
-                    visited = 0 * m == 0
-                    if EACH:
-                        visited = whole | (m < scalar(info_s.index(slot * INFO + I_HEADS + g)))
-                    if visited:
-                        rows = bh * T_PAD + m * BM
-                        ticket = TICKET + bh * num_m + m
-                        more = g + 1 < heads
-                        ahead = gl.where(more, m, gl.maximum(m - 1, lo))
-                        after = gl.where(more, bh + 1, bh0)
-                        later = turn
-                        if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
-                            if EACH and not whole:
-                                turn = n - _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, BM)
-                                now = -1 + 0 * n
-                            while now < turn:
-                                now = _acquire(ticket)
-                            if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
-                                later = n - _first(ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, BM)
-                        mbarrier.wait(bars.index(DQ_FULL), it & 1)
-                        down = 64 if BM == 128 else 0
-                        across = 0 if BM == 128 else dq_desc.block_type.shape[1]
-                        if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
-                            for w in gl.static_range(2):
-                                tma_store(dq_desc, [rows + w * down, w * across], dq_s.index(w))
-                        else:
-                            for w in gl.static_range(2):
-                                tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
-                        # while those run, and before the release: row sums are added in turn, too
-                        # all queries', of each half of the keys
-                        sums = gl.zeros([BM], gl.float32, layout=VEC)
-                        for part in gl.static_range(8):  # of 16 keys
-                            place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
-                            sums += place.slice(part % 4 * BM, BM).load(VEC)
-                        gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
-                        tma.store_wait(0)
-                        mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
-                        if DETERMINISTIC:
-                            if whole or not EACH:
-                                now = _acquire(TICKET + after * num_m + ahead)  # while this one's sums land
-                            turn = later
-                            gl.inline_asm_elementwise(
-                                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
-                                is_pure=False, pack=1,
-                            )  # fmt: skip
-                            thread_barrier()
-                            gl.atomic_add(ticket, 1, sem="release", scope="gpu")
-                        it += 1
-                        step += 1
-            # column sums of these heads, where their decays were
-            mbarrier.wait(bars.index(HEAD_DONE + slot), (chunk >> 1) & 1)
-            for g in range(heads):
-                for w in gl.static_range(2):
-                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
-                    column = key_s.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
-                    if SINK > 0:
-                        column = gl.where(live_s.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
-                    gl.store(DC + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
-            mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
-            chunk += 1
-        kv = tiles % NKV
-        for w in gl.static_range(2):
-            tma_store(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
-            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
-        tma.store_wait(0)
-        mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
-        tiles += 1
-        mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
-        index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
