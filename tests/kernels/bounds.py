@@ -1,7 +1,5 @@
 """In Triton's interpreter: kernels that touch memory outside the tensors which they were given fail."""
 
-# Triton doesn't declare its interpreter: pyright: reportAttributeAccessIssue=false
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

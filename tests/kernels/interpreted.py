@@ -7,8 +7,6 @@ looked up once. It computes every sum of integers a second time in int64, for an
 `debug`, which it never sets.
 """
 
-# Triton doesn't declare its interpreter: pyright: reportAttributeAccessIssue=false
-
 import dataclasses
 import functools
 import gc

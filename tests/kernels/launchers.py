@@ -3,9 +3,6 @@
 Needs Triton, real or interpreted, at import.
 """
 
-# The operator returns o or (o, lse), options travel as dicts and strict zips of slices are beyond the checker:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import math
 import warnings
 

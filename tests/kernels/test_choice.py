@@ -1,7 +1,5 @@
 """Which implementation runs, and the reason that is printed, on GPUs that are not here: fake tensors stand in."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-
 import re
 from typing import Any
 

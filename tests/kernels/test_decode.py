@@ -1,8 +1,5 @@
 """Decoding: a few queries against a cache that keeps the gates' sums, in Triton's interpreter and on a GPU."""
 
-# The operator returns o or (o, lse), and options travel as dicts, which is beyond the checker:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import math
 import random
 

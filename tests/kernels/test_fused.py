@@ -1,7 +1,5 @@
 """The fused helpers of a training step against their eager twins: in Triton's interpreter on a CPU, and on a GPU."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import pytest
 import torch
 
@@ -17,7 +15,8 @@ SMALL = {
     "shift": [(2, 70, 3, 64), (1, 1, 2, 80), (1, 300, 1, 24)],
     "rotary": [(2, 3, 1, 70, 64, 16, False), (1, 2, 2, 1, 80, 40, True), (2, 4, 2, 5, 16, 0, False)],
     "gate": [((2, 70), 96, 9), ((1, 1), 33, 3), ((3, 50), 64, 17), ((130,), 40, 70), ((0, 3), 16, 2)],
-    "entry": [(2, 70, 48, 3, 1, 16, 5, False), (1, 40, 33, 4, 2, 32, 16, True), (2, 65, 40, 9, 3, 16, 0, False)],
+    "entry": [(2, 70, 48, 3, 1, 16, 5, False), (1, 40, 33, 4, 2, 32, 16, True), (2, 65, 40, 9, 3, 16, 0, False),
+              (0, 3, 8, 1, 1, 4, 2, False), (2, 0, 8, 1, 1, 4, 2, False)],
 }  # fmt: skip
 REAL = {
     "norm": [(8, 4096, 9, 64, 1, 1), (1, 3001, 32, 128, 1, 0), (2, 1000, 8, 256, 0, 1), (2, 1000, 4, 80, 1, 1)],

@@ -1,8 +1,5 @@
 """Forward and backward recorded: compiled whole by torch, captured in CUDA graphs, by every backend, on a GPU."""
 
-# The operator returns o or (o, lse), options travel as dicts and strict zips of slices are beyond the checker:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import pytest
 import torch
 from cases import Case, draw, results

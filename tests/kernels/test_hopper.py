@@ -1,8 +1,5 @@
 """The Hopper kernels without a GPU: compiled for sm_90 (spills, serialised products); their launcher's decisions."""
 
-# Kernels are called with plain values:
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 import itertools
 import re
 import subprocess

@@ -3,9 +3,6 @@
 A float64 reference of that size does not fit, so a large problem is compared with the same rows run on their own.
 """
 
-# The operator returns o or (o, lse), and options travel as dicts:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import pytest
 import torch
 from cases import gates, laid_out

@@ -1,9 +1,5 @@
 """Launching without Triton's binder: a kernel compiled for one problem never runs another that it doesn't fit."""
 
-# pyright: reportAttributeAccessIssue=false
-
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -111,43 +107,3 @@ def test_only_rows_that_products_of_16_bits_cannot_take_are_copied():
         assert all(stride % 16 == 0 for stride in y.stride()[:3])
     in_float32 = torch.randn(1, 6, 4, 84)[..., :80]
     assert strides.aligned(in_float32) is in_float32
-
-
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the short way is taken with Triton 3.6 only")
-@pytest.mark.parametrize("rows", [(), (64, 128)])
-def test_the_short_way_hands_the_driver_what_triton_hands_it(monkeypatch, rows):
-    """Down to the launch in C, whose arguments are compared; rows of the blocks of tensors that TMA copies."""
-    from triton.backends.nvidia import driver
-    from triton.compiler.compiler import CompiledKernel
-
-    called = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
-    active = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 5,
-        utils=SimpleNamespace(fill_tma_descriptor=lambda *how: ("map", how)),
-    )  # fmt: skip
-    monkeypatch.setattr(triton.runtime.driver, "_active", active)
-    metas = [
-        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, n, 1, 64], "fp4_padded": False} for n in rows
-    ]
-    signature = dict.fromkeys(range(len(rows)), "tensordesc<f16[1, 64]>") | {9: "*fp32"}
-    launcher, compiled = object.__new__(driver.CudaLauncher), object.__new__(CompiledKernel)
-    launcher.launch = driver.wrap_handle_tensordesc(lambda *a: called.append(a), signature, metas)
-    launcher.global_scratch_size = launcher.profile_scratch_size = launcher.launch_pdl = 0
-    launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
-    launcher.launch_cooperative_grid = 0
-    compiled.module, compiled._run, compiled.function, compiled.packed_metadata = 1, launcher, 77, (4, 1, 0)
-    compiled.metadata, compiled.src, compiled.name = SimpleNamespace(tensordesc_meta=metas), None, "kernel"
-    copied = tuple(torch.zeros(2, 300, 1, 64, dtype=torch.float16) for _ in rows)
-    described = tuple(([2, 300, 1, 64], [19200, 64, 64, 1], [1, n, 1, 64]) for n in rows)
-    x = torch.zeros(9)
-    arguments, constants = (x, None, 3, 0.5, x[2:]), (True, 64)
-    short = launch.Runner(compiled, constants, described)
-    short((7, 2, 1), copied, arguments)
-    blocks = [TensorDescriptor(x, *how) for x, how in zip(copied, described, strict=True)]
-    compiled[(7, 2, 1)](*blocks, *arguments, *constants)
-    with_addresses = [tuple(launch.pointers(a)) for a in called]
-    assert with_addresses[0][:10] == with_addresses[1][:10]
-    assert with_addresses[0][13:] == with_addresses[1][13:]
-    assert len(called[0]) == 13 + 9 * len(rows) + len(arguments) + len(constants)

@@ -1,8 +1,5 @@
 """The specification itself, and the chunked path against it."""
 
-# The operator returns o or (o, lse), options travel as dicts and strict zips of slices are beyond the checker:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import itertools
 from typing import Any
 
@@ -278,14 +275,3 @@ def test_fake_tensors_take_the_shapes_through(backend, options):
         grads = torch.autograd.grad(o.sum() + lse.sum(), inputs)
     assert (o.shape, lse.shape) == ((1, 4, 2, 3), (1, 4, 2))
     assert [x.shape for x in grads] == [x.shape for x in inputs]
-
-
-def test_asking_for_the_hopper_kernels_is_traced_without_a_warning():
-    from fox_kernels.hopper import forward as hopper_forward
-    from fox_kernels.options import Options
-
-    def scaled(q):
-        return q * (2.0 if hopper_forward.unsupported(q, q, q, Options(1.0)) else 3.0)
-
-    q = torch.ones(1, 64, 1, 64)
-    assert torch.equal(torch.compile(scaled, backend="eager", fullgraph=True)(q), 2 * q)

@@ -1,8 +1,5 @@
 """What the operators refuse, and why: one wrong argument beside right ones. On any machine."""
 
-# Wrong types are the point:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-
 from typing import Any
 
 import pytest

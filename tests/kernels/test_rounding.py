@@ -1,9 +1,6 @@
 """What rounding the softmax's weights to 16 bits costs: o less than in the usual order of sums, dv less than all of it;
 gates by TMA change nothing."""
 
-# The reference returns o or (o, lse):
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 import pytest
 import torch
 from cases import gates
