@@ -49,8 +49,8 @@ HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 
     ),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
-# Never run: chosen for keeping everything in registers when compiled, documents packed or not, and for whole rows of a
-# block in one warp (tests/kernels/test_compile.py). One program of 8 warps fills a multiprocessor.
+# Never run: chosen because, compiled, they spill nothing at head dims 64 and 128, documents packed or not
+# (tests/kernels/test_compile.py, kernels/LOG.md).
 AMPERE = {  # A100; B200, whose shared memory is larger
     ("forward", 64): Tile(128, 64, 8, 3),
     ("forward", 128): Tile(128, 64, 8, 2),
