@@ -96,13 +96,11 @@ def leaves_its_tensors() -> list[str]:
 
 def in_interpreter() -> dict:
     """Return the failures by name."""
-
     with bounds.enforced():
         return run_each() | {"watch over memory": leaves_its_tensors()}
 
 
 def run_each() -> dict:
-
     report = {}
     for n, (name, fields) in enumerate(FEATURES.items()):
         torch.manual_seed(n)

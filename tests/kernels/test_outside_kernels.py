@@ -97,7 +97,6 @@ def check_queries_at_any_offset() -> None:
 
 
 def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
-
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
     c = cumulative_torch(-torch.rand(5, 40, 4))
@@ -113,7 +112,6 @@ CHECKS = {name: check for name, check in dict(globals()).items() if name.startsw
 
 
 def in_interpreter() -> dict[str, str]:
-
     with bounds.enforced():
         return broken(CHECKS)
 
