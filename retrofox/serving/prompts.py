@@ -6,15 +6,16 @@ in this step, else rows copied out of the text's pages. What decodes, and short 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from fox_kernels import forgetting_attention
 
-from retrofox.serving.lanes import Lanes
-
+PLAIN_ISA = ("vec", "vec16")
+"""Kinds of the CPU backend that keep values as rows; others pack them."""
 LONG = 32
 """New tokens of a request from which the operator reads them; fewer attend one by one, each to all of the past."""
 
@@ -114,26 +115,6 @@ def find_links(
     return Links(torch.where(found, token, -1), request.clamp_max(len(past) - 1))
 
 
-def gather(
-    lanes: Lanes, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, first: int, length: int
-) -> Rows:
-    """Tokens `first` to `length` of a text out of its pages, without lanes; log f of the first is 0.
-
-    Shapes: keys, values (blocks, Hkv, tokens, width + D); pages (pages,) integers.
-    """
-    page = keys.shape[2]
-    mine = pages[first // page : -(-length // page)].long()
-    key, value = (rows[mine].transpose(1, 2).flatten(0, 1)[first % page :][: length - first] for rows in (keys, values))
-    c = lanes.state(value).flatten(1)
-    log_f = torch.diff(c, dim=0, prepend=c[:1]).clamp_max(0.0).float()
-    return Rows(key[..., lanes.width :], value[..., lanes.width :], log_f)
-
-
-def first_seen(past: int, window: int | None) -> int:
-    """The first token that the first new one sees: pages before it are another text's by now."""
-    return 0 if window is None else max(0, past - window + 1)
-
-
 def read(query: torch.Tensor, rows: Rows, cu_seqlens: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
     """Forgetting Attention (T, H, D) of `query` (T, H, D), the last of the rows' tokens, or of texts from their start.
 
@@ -142,3 +123,98 @@ def read(query: torch.Tensor, rows: Rows, cu_seqlens: torch.Tensor | None, optio
     """
     key, value, log_f = (x[None] for x in rows)
     return forgetting_attention(query[None], key, value, log_f, cu_seqlens=cu_seqlens, **options)[0]
+
+
+def read_all(
+    readings: list[Reading],
+    query: torch.Tensor,
+    new: Rows,
+    past: Callable[[int, int, int], Rows],
+    output: torch.Tensor,
+    options: dict[str, Any],
+) -> None:
+    """`read` of every reading into `output`; both it and the query are (T, H, D).
+
+    Args:
+        new: the new tokens of the batch.
+        past: rows of a request from one of its tokens to another, out of its pages.
+    """
+    for reading in readings:
+        mine, rows = reading.new, Rows(*(x[reading.new] for x in new))
+        if reading.past:
+            window = options["window"]  # pages before what the first new token sees are another text's by now
+            first = 0 if window is None else max(0, reading.past - window + 1)
+            rows = past(reading.request, first, reading.past + mine.stop - mine.start)
+        output[mine] = read(query[mine], rows, reading.cu_seqlens, options)
+
+
+class Step(NamedTuple):
+    """What a batch's metadata has besides the backend's own, as its attribute `fox`.
+
+    links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
+    how many new tokens stand before those of the readings; owner: (tokens,) int32 on the device, the request of each,
+    None where every request has one.
+    """
+
+    links: Links | None
+    readings: list[Reading]
+    tokens: int
+    owner: torch.Tensor | None
+
+
+class StepBuilder:
+    """Mixin of a backend's metadata builder, which runs once a step for all layers of a kind."""
+
+    paged: ClassVar[bool]
+    every: ClassVar[bool]
+    isa: str  # on a CPU
+    kv_cache_spec: Any
+    vllm_config: Any
+    device: torch.device
+    reorder_batch_threshold: int | None
+
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
+        super().__init__(kv_cache_spec, *args, **kwargs)  # type: ignore[call-arg]
+        if self.least is not None and self.least > 1:
+            self.reorder_batch_threshold = self.least - 1  # shorter ones come first
+
+    @property
+    def least(self) -> int | None:
+        """New tokens of a request from which `forgetting_attention` reads them; None: the backend reads all."""
+        if self.paged:
+            return LONG
+        return 1 if self.every or self.isa not in PLAIN_ISA else None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The backend's metadata of the batch, with a `Step`."""
+        common, least = common_attn_metadata, self.least
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        readings: list[Reading] = []
+        kept, owner = common.num_reqs, None
+        if least is not None and common.max_query_len >= least:
+            lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
+            kept, readings = plan(starts, lengths[: common.num_reqs].tolist(), least)
+        tokens = starts[kept]
+        if self.paged and any(end - begin > 1 for begin, end in pairwise(starts[: kept + 1])):
+            owner = owners(starts[: kept + 1]).to(self.device, non_blocking=True)
+        fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
+        made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]
+        readings = [placed(reading, common.query_start_loc) for reading in readings]
+        made.fox = Step(self._links(common), readings, tokens, owner)
+        return made
+
+    def _links(self, common: Any) -> Links | None:
+        """Links, where a request may have found its prefix in pages that this very step fills.
+
+        Where each has one new token, our own kernel looks for it, as a CUDA graph's must.
+        """
+        looks = self.paged and common.max_query_len == 1
+        if looks or common.num_reqs == 1 or not self.vllm_config.cache_config.enable_prefix_caching:
+            return None
+        return find_links(
+            common.query_start_loc[: common.num_reqs + 1],
+            common.seq_lens[: common.num_reqs],
+            common.block_table_tensor[: common.num_reqs],
+            common.slot_mapping,
+            self.kv_cache_spec.block_size,
+        )

@@ -26,11 +26,10 @@ from retrofox.anatomy import attentions, exempt_tokens, on_meta, sliding_window
 from retrofox.families import unconverted_config
 from retrofox.fox_spec import FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
-from retrofox.serving.lanes import Lanes
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS
 from retrofox.serving.vllm_attention import attend, with_gates
-from retrofox.serving.vllm_rotary import Unturned, faded
+from retrofox.serving.vllm_rotary import faded
 
 
 class Added(nn.Module):
@@ -129,7 +128,7 @@ class Normed:
 
 
 class Attend:
-    """Forgetting Attention in the place of a vLLM attention: log f goes in with keys; norms and gates the output."""
+    """Forgetting Attention in the place of a vLLM attention; norms and gates the output."""
 
     def __init__(self, module: Any, hidden_states: torch.Tensor, positions: torch.Tensor):
         self.module, self.hidden_states, self.positions = module, hidden_states, positions
@@ -142,14 +141,8 @@ class Attend:
         if fox.log_n is not None:
             factor = (torch.log(self.positions.float() + 1) / math.log(fox.log_n)).clamp_min(1.0)
             query = query * factor[:, None, None].to(query.dtype)
-        if fox.room is None:
+        if module.forget_gate is None:
             output = attention(query.flatten(1), key.flatten(1), value.flatten(1)).view(-1, heads, dim)
-        elif isinstance(fox.room, Lanes):
-            width, decays = fox.room.width, self.positions >= fox.exempt_tokens
-            lanes = fox.room.incoming(self._log_f().unflatten(-1, (kv_heads, -1)), decays, key.dtype)
-            query, value = (F.pad(x, (width, 0)) for x in (query, value))
-            output = attention(query.flatten(1), torch.cat([lanes, key], -1).flatten(1), value.flatten(1))
-            output = output.view(-1, heads, width + dim)[..., width:]
         else:
             gates = self._log_f() if attention.impl.gate is None else self.hidden_states
             output = attend(attention, query, key, value, gates)
@@ -223,25 +216,16 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         shared = name == "forget_gate" and wanted.heads_per_gate > 1
         repeat = native.num_heads // native.num_kv_heads if shared else 1
         setattr(module, name, None if added is None else Added(added, num_heads, repeat))
-    fox = types.SimpleNamespace(
-        head_dim=native.head_size,
-        log_n=spec.log_n,
-        exempt_tokens=exempt_tokens(wanted),
-        room=None,
-        tables=None,
-    )
+    fox = types.SimpleNamespace(head_dim=native.head_size, log_n=spec.log_n, tables=None)
     if wanted.forget_gate is not None:
         module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), wanted.horizon)
-        fox.room = module.attn.impl.room  # type: ignore[attr-defined]
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         rotary = getattr(module, "rotary_emb", None)
         if rotary is None:
             fox.tables = faded(wanted.rotary_fade, length)
         else:
-            module.rotary_emb = (
-                Unturned() if wanted.rotary_fade.skippable else faded(wanted.rotary_fade, length, rotary)
-            )
+            module.rotary_emb = faded(wanted.rotary_fade, length, rotary)
     module.fox = fox
     own = module.__dict__.pop("forward", None)  # vLLM's fused forward of a transformers module
     forward = type(module).forward if own is None else own.__func__

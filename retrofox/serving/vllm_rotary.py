@@ -61,12 +61,3 @@ class Tables(nn.Module):
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.table[positions].to(dtype).chunk(2, -1)
         return cos, sin
-
-
-class Unturned(nn.Module):
-    """A rotary embedding without a pair left."""
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return query, key

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from retrofox.serving import paged_kernels
+from retrofox.serving import paged_attention, paged_rows
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from compiling import check
@@ -34,32 +34,25 @@ WRITE = {"CHUNK": 512, **SIZES}
 
 
 def attend(dim, channels, **options):
-    sizes = {
-        "GROUPS": 3,
-        "ROWS": 16,
-        "DIM": dim,
-        "CHANNELS": channels,
-        "PER": 2,
-        "PAGE": 16,
-        "BLOCK": paged_kernels.KEYS,
-    }
+    sizes = {"GROUPS": 3, "ROWS": 16, "DIM": dim, "CHANNELS": channels, "PER": 2, "PAGE": 16}
+    sizes["BLOCK"] = paged_attention.KEYS
     plain = {"PARTS": 8, "WINDOW": 0, "SINK": 0, "CAP": False, "SEARCH": 0}
-    return paged_kernels._attend_kernel, sizes | plain | options, 4
+    return paged_attention._attend_kernel, sizes | plain | options, 4
 
 
 KERNELS = {
-    "sums": (paged_kernels._sums_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
-    "write a token": (paged_kernels._write_kernel, WRITE | {"BLOCK": 1, "SINGLE": True}, 1),
-    "write": (paged_kernels._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False}, 4),
+    "sums": (paged_rows._sums_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
+    "write a token": (paged_rows._write_kernel, WRITE | {"BLOCK": 1, "SINGLE": True}, 1),
+    "write": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False}, 4),
     "attend, 64": attend(64, 64),
     "attend, 64, one part": attend(64, 64, PARTS=1, SINK=1),
     "attend, 80, a window": attend(80, 128, WINDOW=4096),
     "attend, 64, a horizon": attend(64, 64, SINK=1, SEARCH=2),
     "attend, 128, a horizon": attend(128, 128, SINK=1, SEARCH=2),
     "attend, 128, softcap": attend(128, 128, CAP=True, SINK=4),
-    "merge": (paged_kernels._merge_kernel, {"DIM": 64, "CHANNELS": 64, "PARTS": 8}, 1),
-    "merge, most parts": (paged_kernels._merge_kernel, {"DIM": 128, "CHANNELS": 128, "PARTS": 64}, 4),
-    "gather": (paged_kernels._gather_kernel, SIZES | {"BLOCK": 64}, 4),
+    "merge": (paged_attention._merge_kernel, {"DIM": 64, "CHANNELS": 64, "PARTS": 8}, 1),
+    "merge, most parts": (paged_attention._merge_kernel, {"DIM": 128, "CHANNELS": 128, "PARTS": 64}, 4),
+    "gather": (paged_rows._gather_kernel, SIZES | {"BLOCK": 64}, 4),
 }
 
 

@@ -15,7 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from fox_kernels import reference
 
+from retrofox.serving import paged_attention
 from retrofox.serving.lanes import running_sum
+from retrofox.serving.paged_attention import KEYS
+from retrofox.serving.paged_rows import Paged, gather, write
 from retrofox.serving.prompts import Links, owners
 
 SHAPES = {
@@ -34,18 +37,15 @@ SHAPES = {
         "new": [1, 1, 1], "past": [48, 47, 32], "groups": 3, "token": [1, -1, -1], "writer": [1, 0, 0], "by_pages": True
     },
 }  # fmt: skip
-
-
 HEADS, PAGE, SCALE = 2, 16, 0.125
+PROGRAMS = paged_attention.PROGRAMS
 
 
 class Texts:
     """Requests whose past lies in pages of a cache, with new tokens to write: everything in float64, too."""
 
-    def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=(), writer=(), sink=0,
+    def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=(), writer=(),
                  dtype=torch.bfloat16, by_pages=False, spread=1.0):  # fmt: skip
-        from retrofox.serving.paged_kernels import Paged
-
         torch.manual_seed(0)
         self.paged, self.groups, self.dim, self.device = Paged(groups, dim, dtype), groups, dim, device
         tokens, pages = sum(new) + padding, 12
@@ -63,28 +63,21 @@ class Texts:
         rows = torch.randn(blocks, PAGE, HEADS, 2 * (dim + self.paged.extra)).to(dtype)
         self.cache = rows.to(device).transpose(1, 2)  # heads beside each other in memory, as vLLM lays them out
         size = size * torch.logspace(0, math.log10(spread), HEADS * groups).view(HEADS, groups)
-        log_f = -torch.rand(tokens, HEADS, groups) * size
-        decays = torch.ones(tokens, dtype=torch.bool)
-        begin = [0, *torch.tensor(new).cumsum(0).tolist()]
-        for request, length in enumerate(past):
-            decays[begin[request] : begin[request] + max(sink - length, 0)] = False
-        self.log_f = torch.where(decays[:, None, None], log_f, 0.0)
+        self.log_f = -torch.rand(tokens, HEADS, groups) * size
         self.key, self.value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in range(2))
         self.c_past = [-torch.rand(length, HEADS, groups).double().cumsum(0) * size for length in past]
         for request, length in enumerate(past):
             if request in linked:  # the row that is being written holds anything
                 before = self.c_past[linked[request]]
                 self.c_past[request] = torch.cat([before, torch.full_like(before[:1], -99.0)])
-            self.c_past[request][:sink] = 0.0
             for t in range(length):
                 self._row(request, t)[1][:] = torch.cat(self._two(self.c_past[request][t]), -1).to(device)
         last = [c[-1] if len(c) else torch.zeros(HEADS, groups).double() for c in self.c_past]
         links = None if not token else Links(torch.tensor(token), torch.tensor(writer))
         self.links = None if by_pages else links  # by pages the kernel finds them itself
-        self.start, self.lengths = (
-            torch.tensor(begin).int(), (torch.tensor(new) + torch.tensor(past)).int()
-        )  # fmt: skip
-        self.c = running_sum(self.log_f.double(), self.start, self.lengths, torch.stack(last), links)
+        self.start = torch.tensor([0, *new]).cumsum(0).int()
+        self.lengths = (torch.tensor(new) + torch.tensor(past)).int()
+        self.c, _ = running_sum(self.log_f.double(), self.start, self.lengths, torch.stack(last), links)
         slots = [
             int(self.table[request, t // PAGE]) * PAGE + t % PAGE
             for request, (a, b) in enumerate(zip(past, new, strict=True))
@@ -111,16 +104,12 @@ class Texts:
         return row, self.cache.view(torch.float32)[page, :, t % PAGE, first : first + 2 * self.groups]
 
     def write(self):
-        from retrofox.serving.paged_kernels import write
-
         key, value, log_f = (x.to(self.device) for x in (self.key, self.value, self.log_f.flatten(1)))
         links = None if self.links is None else Links(*(x.to(self.device) for x in self.links))
         write(self.paged, key, value, log_f, self.cache, self.batch, links)
 
     def poison(self, horizon, sink):
         """NaN into the keys and values of blocks that no query of a kv head sees; returns how many tokens."""
-        from retrofox.serving.paged_kernels import KEYS
-
         dead = 0
         for request, length in enumerate(self.past):
             c = self.text(request)[2]
@@ -160,10 +149,8 @@ def written(**shape):
 
 def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **shape):
     """Largest difference of the output from float64, what padding got, and how many tokens' keys were NaN."""
-    from retrofox.serving import paged_kernels
-
     dtype = shape.pop("dtype", torch.float32)  # of bfloat16 the interpreter has no product
-    texts = Texts(sink=sink, dtype=dtype, **shape)
+    texts = Texts(dtype=dtype, **shape)
     texts.write()
     tokens, padding = sum(texts.new), len(texts.key) - sum(texts.new)
     query = torch.randn(tokens + padding, HEADS * texts.groups, texts.dim).to(dtype)
@@ -181,14 +168,10 @@ def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **s
         batch.block_table = torch.cat([batch.block_table, batch.block_table[:1].expand(padding, -1) * 0 - 1])
     taken = tokens + padding if single else tokens
     owner = None if single else owners(texts.start.tolist()).to(texts.device)
-    before = paged_kernels.PROGRAMS
-    paged_kernels.PROGRAMS = programs or before
-    try:
-        paged_kernels.attend(
-            texts.paged, query[:taken].to(texts.device), texts.cache, batch, output[:taken], options, owner
-        )
-    finally:
-        paged_kernels.PROGRAMS = before
+    paged_attention.PROGRAMS = programs or PROGRAMS
+    paged_attention.attend(
+        texts.paged, query[:taken].to(texts.device), texts.cache, batch, output[:taken], options, owner
+    )
     output, error = output.cpu(), 0.0
     for request, length in enumerate(texts.past):
         begin, end = texts.start[request : request + 2].tolist()
@@ -239,8 +222,6 @@ PAST = {"groups of 3": (3, 64, 0, 77), "8 heads, wide": (8, 128, 0, 40), "from t
 
 def gathered(groups, dim, first, length, device="cpu"):
     """Largest differences of keys, values and log f from those in the pages."""
-    from retrofox.serving.paged_kernels import gather
-
     texts = Texts([1], [length], groups, dim, device=device)
     found = gather(texts.paged, texts.cache, texts.batch.block_table[0], first, length)
     key, value, c = (x[first:length] for x in texts.text(0))

@@ -6,8 +6,8 @@ from fox_kernels import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.serving.lanes import plan_lanes, running_sum
-from retrofox.serving.prompts import Reading, Rows, find_links, first_seen, gather, placed, plan, read
+from retrofox.serving.lanes import gather, plan_lanes, running_sum
+from retrofox.serving.prompts import Reading, Rows, find_links, placed, plan, read, read_all
 
 PAGE = 16
 
@@ -16,8 +16,6 @@ PAGE = 16
     ("starts", "lengths", "kept", "readings"),
     [
         ([0, 1, 2], [40, 41], 2, []),
-        ([0, 1, 2, 302], [40, 41, 900], 2, [Reading(2, (2, 302), 600)]),
-        ([0, 300, 700], [300, 400], 0, [Reading(0, (0, 300, 700), 0)]),
         ([0, 1, 301, 701, 1201, 1701], [9, 300, 400, 800, 500], 1, [
             Reading(1, (1, 301, 701), 0), Reading(3, (701, 1201), 300), Reading(4, (1201, 1701), 0)
         ]),
@@ -61,12 +59,12 @@ class Paged:
         pages = -(-length // PAGE)
         self.table = torch.randperm(pages + 3, generator=draw)[:pages].int()
         width = self.lanes.width + dim
-        self.keys, self.values = torch.full((2, pages + 3, heads, PAGE, width), 1e3)
+        self.cache = torch.full((pages + 3, heads, PAGE, 2 * width), 1e3)
         state = self.lanes.value(self.log_f.cumsum(0), torch.float32)
         for t in range(length):
             page, place = int(self.table[t // PAGE]), t % PAGE
-            self.keys[page, :, place, self.lanes.width :] = self.key[t]
-            self.values[page, :, place] = torch.cat([state[t], self.value[t].float()], -1)
+            key, value = self.cache[page, :, place].chunk(2, -1)
+            key[:, self.lanes.width :], value[:] = self.key[t], torch.cat([state[t], self.value[t].float()], -1)
 
     def exact(self, **options) -> torch.Tensor:
         states = (x[None] for x in (self.query, self.key, self.value, self.log_f.flatten(1)))
@@ -89,11 +87,19 @@ class Paged:
 def test_a_chunk_reads_its_past_out_of_the_pages(groups, options):
     text = Paged(150, groups, options["sink"], seed=groups)
     wanted = text.exact(scale=0.125, **options)
+    window = options.get("window")
+    options = {"scale": 0.125, "window": window, **options}
     for past, length in ((100, 150), (16, 48), (31, 33), (149, 150)):
-        first = first_seen(past, options.get("window"))
-        rows = gather(text.lanes, text.keys, text.values, text.table, first, length)
-        assert len(rows.key) == length - first
-        found = read(text.query[past:length].float(), rows, None, {"scale": 0.125, **options})
+
+        def rows(request: int, first: int, until: int, past=past, length=length) -> Rows:
+            assert (request, until) == (7, length)
+            assert first == (0 if window is None else max(0, past - window + 1))
+            return gather(text.lanes, text.cache, text.table, first, until)
+
+        query = text.query[past:length].float()
+        new = Rows(*(torch.full((length - past, 1), torch.nan) for _ in range(3)))
+        found = torch.empty_like(query)
+        read_all([Reading(7, (0, length - past), past)], query, new, rows, found, options)
         torch.testing.assert_close(found.double(), wanted[past:length], atol=2e-5, rtol=1e-5)
 
 
@@ -126,9 +132,32 @@ def test_a_prefix_that_another_request_writes_in_the_same_step_is_found_and_its_
     assert links.request[1:3].tolist() == [0, 1]
     log_f = -torch.rand(68, 2, 3, generator=torch.Generator().manual_seed(0)).double()
     before = torch.full((4, 2, 3), -7.0).double()
-    c = running_sum(log_f, starts, lengths, before, links)
+    c, _ = running_sum(log_f, starts, lengths, before, links)
     first = log_f[:40].cumsum(0)
     second = first[31] + log_f[40:60].cumsum(0)
     torch.testing.assert_close(
         c[:65], torch.cat([first, second, second[15] + log_f[60:64].cumsum(0), log_f[64:65] - 7])
     )
+
+
+def test_a_prompt_one_token_behind_a_page_that_another_decodes_into_goes_on_from_it():
+    """The first request decodes the last token of its second page; the second's prompt is these two and one more."""
+    table = torch.tensor([[3, 5, 0], [3, 5, 7]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([2 * PAGE, 2 * PAGE + 1]).int()
+    links = find_links(starts, lengths, table, torch.tensor([5 * PAGE + PAGE - 1, 7 * PAGE]), PAGE)
+    assert links.token.tolist() == [-1, 0]
+    assert links.request[1] == 0
+    log_f = -torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(0)).double()
+    before = torch.tensor([-7.0, 0.0]).double()[:, None, None].expand(2, 1, 3)  # the second's is not written yet
+    c, _ = running_sum(log_f, starts, lengths, before, links)
+    torch.testing.assert_close(c, torch.stack([log_f[0] - 7, log_f[0] - 7 + log_f[1]]))
+
+
+def test_a_prompt_that_goes_on_from_one_that_goes_on_from_another_counts_all_of_them():
+    """Five requests of two new tokens, each behind the one before: the gates of all add up."""
+    log_f = -torch.rand(10, 1, 3, generator=torch.Generator().manual_seed(0)).double()
+    starts, lengths = torch.arange(0, 11, 2, dtype=torch.int32), torch.arange(10, 20, 2, dtype=torch.int32)
+    before = torch.full((5, 1, 3), -3.0).double()  # of the first: the others' is not written yet
+    links = (torch.tensor([-1, 1, 3, 5, 7]), torch.tensor([0, 0, 1, 2, 3]))
+    c, _ = running_sum(log_f, starts, lengths, before, links)
+    torch.testing.assert_close(c, log_f.cumsum(0) - 3.0)

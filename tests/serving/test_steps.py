@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,6 @@ STEPS = {
     "all decode": (1, 1, 1, 1),
     "chunks and a short piece": (19, 40, 38, 4),
 }
-NAMES = (
-    "", ".config", ".model_executor", ".model_executor.layers", ".model_executor.layers.attention", ".platforms",
-    ".utils", ".utils.torch_utils", ".v1", ".v1.attention", ".v1.attention.backend",
-)  # fmt: skip
 
 
 class Backend:
@@ -44,15 +39,9 @@ class Backend:
 @torch.no_grad()
 def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float | None = None) -> dict:
     """Readings of each step, and how far each text's outputs are from float64 in the end, over all layers."""
-    for name in NAMES:
-        module: Any = types.ModuleType(f"vllm{name}")
-        for made in ("get_current_vllm_config", "Attention", "AttentionCGSupport", "current_platform"):
-            setattr(module, made, None)
-        module._encode_layer_name = str
-        sys.modules[f"vllm{name}"] = module
-    from retrofox.serving import paged_kernels, prompts, vllm_attention
+    from retrofox.serving import paged_attention, paged_rows, prompts
 
-    builder: Any = type("Builder", (vllm_attention.StepBuilder, Backend), {"paged": True, "every": False})
+    builder: Any = type("Builder", (prompts.StepBuilder, Backend), {"paged": True, "every": False})
     prompts.LONG = 16 * times
     builder.device = torch.device(device)
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
@@ -60,8 +49,8 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float |
     build = builder(spec, config).build
 
     torch.manual_seed(0)
-    impl: Any = vllm_attention.PagedImpl()
-    impl.room = paged_kernels.Paged(GROUPS, DIM)
+    impl: Any = paged_attention.PagedImpl()
+    impl.room = paged_rows.Paged(GROUPS, DIM)
     impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None, "horizon": horizon}
     steps = {name: [n if n <= 4 else n * times for n in new] for name, new in STEPS.items()}
     texts = [sum(new) for new in zip(*steps.values(), strict=True)]
@@ -100,7 +89,6 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float |
                 block_table_tensor=table[order].to(device),
                 slot_mapping=torch.tensor(slots).to(device),
                 max_query_len=max(new),
-                is_prefilling=torch.tensor([done[text] == 0 for text in order]),
             ),
         )
         for cache, impl.gate, inputs, made in zip(caches, gates, drawn, outputs, strict=True):
@@ -111,23 +99,12 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float |
             impl.forward(None, query, key, value, cache, batch, output, states)
             for text, begin, end in zip(order, starts[:-1], starts[1:], strict=True):
                 made[text].append(output[begin:end].cpu().double())
-        for text, begin, end in zip(order, starts[:-1], starts[1:], strict=True):
-            done[text] += end - begin
+        for text, span in zip(order, spans, strict=True):
+            done[text] = span.stop
         step = batch.fox
         owners = None if step.owner is None else step.owner.tolist()
         readings[name] = [step.tokens, owners, [[reading.past, len(reading.edges) - 1] for reading in step.readings]]
     assert done == texts
-    starts = torch.tensor([0, 3, 4, 4, 4, 4, 4]).int()  # requests without tokens behind them, as padding has it
-    step = build(
-        0,
-        SimpleNamespace(
-            num_reqs=6, query_start_loc=starts.to(device), query_start_loc_cpu=starts, max_query_len=3,
-            is_prefilling=None, seq_lens=torch.tensor([3, 9, 0, 0, 0, 0]).int().to(device),
-            seq_lens_cpu_upper_bound=None, block_table_tensor=torch.zeros(6, 2).int().to(device),
-            slot_mapping=torch.arange(4).to(device),
-        ),
-    ).fox  # fmt: skip
-    padded = [step.tokens, step.owner.tolist()]
     errors = []
     for inputs, weight, bias, layer in zip(drawn, weights, biases, outputs, strict=True):
         for number, made in enumerate(layer):
@@ -135,46 +112,39 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float |
             log_f = torch.nn.functional.logsigmoid(states @ weight.double().T + bias.double())
             exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1, horizon=horizon)[0]
             errors.append(float((torch.cat(made) - exact).abs().max()))
-    return {"readings": readings, "errors": errors, "padded": padded}
+    return {"readings": readings, "errors": errors}
+
+
+def printed(*command: str) -> dict:
+    """What this file prints, run as a program, interpreted unless on a GPU."""
+    environment = os.environ | {"TRITON_INTERPRET": str(int("cuda" not in command)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("horizon", [None, "3.0"])
 def test_steps_of_all_kinds_give_forgetting_attention(horizon):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    runner = Path(__file__).parents[1] / "kernels" / "interpreted.py"
-    done = subprocess.run(
-        [sys.executable, str(runner), __file__, *([horizon] if horizon else [])],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    runner = str(Path(__file__).parents[1] / "kernels" / "interpreted.py")
+    found = printed(runner, __file__, *([horizon] if horizon else []))
     assert found["readings"] == {
         "texts begin, long and short": [3, [0, 0, 0], [[0, 2]]],
         "a chunk, a text that begins, decoding": [2, None, [[20, 1], [0, 1]]],
         "all decode": [4, None, []],
         "chunks and a short piece": [4, [0, 0, 0, 0], [[41, 1], [32, 1], [5, 1]]],
     }
-    assert found["padded"] == [4, [0, 0, 0, 1]]
     assert max(found["errors"]) < 2**-6  # outputs up to 3 in float16
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_layers_on_a_gpu():
-    done = subprocess.run([sys.executable, __file__, "cuda"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed(__file__, "cuda")
     assert len(found["errors"]) == 8
     assert max(found["errors"]) < 2**-6
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            serve("cuda", times=8, layers=2)
-            if "cuda" in sys.argv
-            else serve(horizon=float(sys.argv[1]) if sys.argv[1:] else None)
-        )
-    )
+    horizons = [float(argument) for argument in sys.argv[1:] if argument != "cuda"]
+    on = {"device": "cuda", "times": 8, "layers": 2} if "cuda" in sys.argv else {}
+    print(json.dumps(serve(**on, horizon=horizons[0] if horizons else None)))
