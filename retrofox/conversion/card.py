@@ -13,7 +13,7 @@ from retrofox.anatomy import attentions, exempt_tokens, lm_class, on_meta
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import read_config
-from retrofox.serving.refusals import Settings, refusal
+from retrofox.serving.refusals import refusal
 
 if TYPE_CHECKING:
     from retrofox.surgery import Plan
@@ -172,7 +172,7 @@ def _card(
 
 def _served(spec: FoxSpec, base_type: str) -> list[str]:
     """How to serve the model with vLLM, or why not."""
-    why = refusal(base_type, spec, heads=1, kv_heads=1, settings=Settings())
+    why = refusal(base_type, spec)
     if why is not None:
         return [f"vLLM can't serve it: {why}.\n"]
     return [f"```bash\ngit clone {SOURCE} && pip install './retrofox[vllm]'\nvllm serve {HERE}\n```\n"]

@@ -13,7 +13,7 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.installed import wrong_vllm
-from retrofox.serving.refusals import NATIVE, SERVED, Settings, refusal, rope_refusal
+from retrofox.serving.refusals import NATIVE, SERVED, refusal, rope_refusal, settings_refusal
 
 
 def register() -> None:
@@ -43,22 +43,9 @@ def _checks(native: Any) -> Any:
 
 def check(vllm_config: Any) -> None:
     """Raises ValueError where a converted model can't run under this configuration of vLLM."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    config = model.hf_config
-    spec = FoxSpec.from_dict(config.fox)
-    settings = Settings(
-        dtype=str(model.dtype).removeprefix("torch."),
-        cache_dtype=cache.cache_dtype,
-        tensor_parallel=parallel.tensor_parallel_size,
-        context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),
-        speculative=vllm_config.speculative_config is not None,
-        lora=vllm_config.lora_config is not None,
-        microbatches=bool(parallel.enable_dbo),
-        generates=model.runner_type == "generate",
-        paged=current_platform.is_cuda(),
-    )
-    base_type = config.model_type.removeprefix("fox_")
-    why = wrong_vllm() or refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)
-    why = why or rope_refusal(config, spec)
+    model = vllm_config.model_config
+    config, spec = model.hf_config, FoxSpec.from_dict(model.hf_config.fox)
+    why = wrong_vllm() or refusal(config.model_type.removeprefix("fox_"), spec, current_platform.is_cuda())
+    why = why or settings_refusal(vllm_config) or rope_refusal(config, spec)
     if why is not None:
         raise ValueError(f"retrofox can't serve {model.model}: {why}")

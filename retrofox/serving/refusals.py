@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from retrofox.fox_spec import FoxSpec
@@ -24,57 +23,50 @@ THROUGH_TRANSFORMERS = ("olmo2", "smollm3")
 SERVED = (*NATIVE, *THROUGH_TRANSFORMERS)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of RoPE whose frequencies don't change with the length of the text, so that faded ones fit one table."""
-CACHES = ("auto", "bfloat16", "float32")
 
 
-@dataclass
-class Settings:
-    """What of vLLM's configuration decides whether a converted model can run under it."""
+def refusal(base_type: str, spec: FoxSpec, paged: bool = True) -> str | None:
+    """Why a converted model can't be served, in one line; None if it can.
 
-    dtype: str = "bfloat16"
-    cache_dtype: str = "auto"
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    speculative: bool = False
-    lora: bool = False
-    microbatches: bool = False
-    generates: bool = True
-    paged: bool = True
-    """Whether our own kernels attend, as on an NVIDIA GPU, or vLLM's, as elsewhere."""
-
-
-def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: Settings) -> str | None:
-    """Why a converted model can't be served with these settings, in one line; None if it can."""
+    Args:
+        paged: whether our own kernels attend, as on an NVIDIA GPU, or vLLM's, as on a CPU.
+    """
     if base_type not in SERVED:
         return f"converted {base_type} models are not served yet; served are: {', '.join(SERVED)}"
     shifts = [part for part in spec.pro if part.endswith("-shift")]
     if shifts:
         return f"{' and '.join(shifts)} needs each token's unshifted predecessor, which a paged cache doesn't keep"
-    if settings.dtype.removeprefix("torch.") not in CACHES[1:]:
-        return f"gates need bfloat16 or float32, got {settings.dtype}: add --dtype bfloat16"
-    dtype = settings.dtype.removeprefix("torch.")
-    if settings.cache_dtype not in ("auto", dtype):
-        return (
-            f"a {settings.cache_dtype} cache would round the gates' sums away: leave --kv-cache-dtype at auto "
-            f"(the model's {dtype})"
-        )
-    if spec.horizon is not None and not settings.paged:
+    if spec.horizon is not None and not paged:
         return (
             f"horizon {spec.horizon:g} is served on NVIDIA GPUs only: elsewhere vLLM's own kernels attend, which can't "
             "mask what lies beyond it; use `retrofox generate` here"
         )
-    ranks = settings.tensor_parallel
+    return None
+
+
+def settings_refusal(vllm_config: Any) -> str | None:
+    """Why gates would be lost or wrong under vLLM's settings, in one line; None where they are served."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    dtype, ranks = str(model.dtype).removeprefix("torch."), parallel.tensor_parallel_size
+    heads, kv_heads = model.hf_config.num_attention_heads, model.hf_config.num_key_value_heads
+    if dtype not in ("bfloat16", "float32"):
+        return f"gates need bfloat16 or float32, got {dtype}: add --dtype bfloat16"
+    if cache.cache_dtype not in ("auto", dtype):
+        return (
+            f"a {cache.cache_dtype} cache would round the gates' sums away: leave --kv-cache-dtype at auto "
+            f"(the model's {dtype})"
+        )
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return f"{heads} query heads and {kv_heads} kv heads don't split over {ranks} ranks of tensor parallelism"
-    if settings.context_parallel > 1:
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         return "context parallelism spreads one text's cache over ranks, where its running sum of gates has gaps"
-    if settings.speculative:
+    if vllm_config.speculative_config is not None:
         return "speculative decoding is not proven with gates: leave --speculative-config out"
-    if settings.lora:
+    if vllm_config.lora_config is not None:
         return "adapters loaded at run time leave the gates they were trained with behind: `retrofox merge` them first"
-    if settings.microbatches:
+    if parallel.enable_dbo:
         return "microbatches (--enable-dbo) split what the running sum of gates reads: leave them off"
-    if not settings.generates:
+    if model.runner_type != "generate":
         return "only text generation is served, no pooling or embedding"
     return None
 
