@@ -27,7 +27,6 @@ import retrofox
 from retrofox.anatomy import is_new_tensor
 from retrofox.conversion.merge import merge
 from retrofox.loading.base import load_base
-from retrofox.serving.engines import Engines
 from retrofox.serving.verify import Sizes, verify_serving
 from retrofox.support.files import write_json
 
@@ -169,7 +168,7 @@ def make_smollm2(work: Path) -> tuple[Path, Path, Path]:
     return base, converted, shaken
 
 
-def smollm2(name: str, work: Path, engines: Engines) -> dict[str, Any]:
+def smollm2(name: str, work: Path) -> dict[str, Any]:
     """The report of one of the three cases on real weights."""
     base, converted, shaken = make_smollm2(work)
     text = work / "text.txt"
@@ -177,8 +176,8 @@ def smollm2(name: str, work: Path, engines: Engines) -> dict[str, Any]:
         text.write_text("\n".join(f.read_text(encoding="utf-8") for f in sorted(TEXT.glob("*.txt"))), encoding="utf-8")
     if "bfloat16" in name:
         sizes = Sizes(requests=32, longest=2048, tokens=24)
-        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", sizes=sizes, engines=engines)
-    return verify_serving(shaken, data=text, sizes=Sizes(), engines=engines)
+        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", sizes=sizes)
+    return verify_serving(shaken, data=text, sizes=Sizes())
 
 
 REAL = ("SmolLM2-135M, gates stirred, float32", "SmolLM2-135M, bfloat16 beside its base")
@@ -196,34 +195,33 @@ def main() -> None:
     kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() and not options.fresh else {}
     done: dict[str, Any] = kept.get("cases", {})
     names = [n for n in (*CASES, *REAL) if not options.only or any(n.startswith(o) for o in options.only)]
-    with Engines() as engines:
-        for number, name in enumerate(names, 1):
-            if done.get(name, {}).get("passed_all"):
-                continue
-            print(f"[{number}/{len(names)}] {name}", flush=True)
-            started = time.perf_counter()
-            try:
-                done[name] = run(name, options.work, engines)
-            except ValueError as error:
-                done[name] = {"error": str(error), "passed_all": False}
-            done[name]["seconds"] = round(time.perf_counter() - started, 1)
-            said = "passed" if done[name]["passed_all"] else f"FAILED: {done[name]}"
-            print(f"    {said}, {done[name]['seconds']:.0f} s", flush=True)
-            write_json(options.out, {**provenance(), "cases": done})
+    for number, name in enumerate(names, 1):
+        if done.get(name, {}).get("passed_all"):
+            continue
+        print(f"[{number}/{len(names)}] {name}", flush=True)
+        started = time.perf_counter()
+        try:
+            done[name] = run(name, options.work)
+        except ValueError as error:
+            done[name] = {"error": str(error), "passed_all": False}
+        done[name]["seconds"] = round(time.perf_counter() - started, 1)
+        said = "passed" if done[name]["passed_all"] else f"FAILED: {done[name]}"
+        print(f"    {said}, {done[name]['seconds']:.0f} s", flush=True)
+        write_json(options.out, {**provenance(), "cases": done})
     failed = [name for name in names if not done[name]["passed_all"]]
     print(f"{len(names) - len(failed)} passed, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
     sys.exit(bool(failed))
 
 
-def run(name: str, work: Path, engines: Engines) -> dict[str, Any]:
+def run(name: str, work: Path) -> dict[str, Any]:
     """What is kept of one case."""
     if name in REAL:
-        report = smollm2(name, work, engines)
+        report = smollm2(name, work)
     else:
         case = CASES[name]
         out = work / "".join(c if c.isalnum() else "-" for c in name)
         make(case, out)
-        report = verify_serving(out, sizes=SMALL, engines=engines, show=False, **{"eager": True, **case.options})
+        report = verify_serving(out, sizes=SMALL, **{"eager": True, **case.options})
     keep = ("model_type", "dtype", "compiled", "tensor_parallel", "vllm", "rounds", "base_rounds", "passed")
     return {**{k: report[k] for k in keep if k in report}, "passed_all": all(report["passed"].values())}
 

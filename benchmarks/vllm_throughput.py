@@ -54,13 +54,13 @@ def job(lengths: list[int], options: argparse.Namespace, vocabulary: int, seed: 
     for length in lengths:
         names = [WARM_UP, *[str(length)] * options.repeats]
         rounds += [wanted(name, options.requests, length, options.tokens) for name in names]
-    return Job("throughput", engine, rounds)
+    return Job(engine, rounds)
 
 
 def measure(model: str, lengths: list[int], options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """Length, seconds and tokens per second (prompt and generated) of each counted round."""
     asked = job(lengths, options, int(read_config(model)["vocab_size"]), seed)
-    found = run_vllm(asked, model)["rounds"]
+    found = run_vllm([asked], model)[0]["rounds"]
     rows = []
     for wanted, got in zip(asked.rounds, found, strict=True):
         if wanted["name"] == WARM_UP:

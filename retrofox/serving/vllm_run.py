@@ -1,11 +1,11 @@
 """vLLM engines, one after the other, in a process that `retrofox.serving.engines` starts.
 
-Each line of its input names two files, JOB.json and RESULT.json, with a tab between them; where the result is written,
-a line says so. A job that fails ends the process.
+    python -m retrofox.serving.vllm_run JOBS.json RESULTS.json
 
-A job: model; engine (arguments of `vllm.LLM`); rounds, each with prompts (lists of token ids), max_tokens and whether
-log-probabilities of the prompt are wanted. A result: per round and prompt the tokens generated greedily, their
-log-probabilities, those of the prompt's tokens but the first, and how many tokens came from the prefix cache.
+Jobs: the model, and for each engine its arguments (of `vllm.LLM`) and rounds, each with prompts (lists of token ids),
+max_tokens and whether log-probabilities of the prompt are wanted. Results: per engine, round and prompt the tokens
+generated greedily, their log-probabilities, those of the prompt's tokens but the first, and how many tokens came from
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
@@ -25,16 +25,12 @@ from vllm import __version__ as vllm_version
 
 from retrofox.loading.source import read_config
 from retrofox.serving import vllm_models
-from retrofox.serving.engines import DONE
 from retrofox.serving.refusals import SERVED
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(model: str, job: dict[str, Any]) -> dict[str, Any]:
     """Runs a job; see the module."""
-    inspect_here(job["model"])
-    started = time.perf_counter()
-    llm = LLM(job["model"], skip_tokenizer_init=True, disable_log_stats=False, **job["engine"])
-    loaded = time.perf_counter() - started
+    llm = LLM(model, skip_tokenizer_init=True, disable_log_stats=False, **job["engine"])
     rounds = []
     for wanted in job["rounds"]:
         sampling = SamplingParams(
@@ -55,7 +51,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         )
     llm.llm_engine.engine_core.shutdown()  # frees the cache and leaves the groups of ranks
     torch.compiler.reset()
-    return {"vllm": vllm_version, "load_seconds": loaded, "rounds": rounds}
+    return {"vllm": vllm_version, "rounds": rounds}
 
 
 def _answer(answer: Any) -> dict[str, Any]:
@@ -82,23 +78,26 @@ def inspect_here(model: str) -> None:
         ModelRegistry.register_model(name, getattr(vllm_models, name))
 
 
-def main() -> None:
-    collect = gc.collect
+def main(asked: Path, answered: Path) -> None:
+    """Runs the jobs of one file and writes their results to the other."""
     if not torch.cuda.is_available():
         gc.collect = lambda *_: 0  # nine calls an engine, half its time: each walks all that vLLM's imports made
-    for line in sys.stdin:
-        asked, answered = line.rstrip("\n").split("\t")
-        result = run(json.loads(Path(asked).read_text(encoding="utf-8")))
-        collect()
-        Path(answered).write_text(json.dumps(result), encoding="utf-8")
-        print(f"\n{DONE}{answered}", flush=True)
+    given = json.loads(asked.read_text(encoding="utf-8"))
+    inspect_here(given["model"])
+    results = [run(given["model"], job) for job in given["jobs"]]
+    answered.write_text(json.dumps(results), encoding="utf-8")
 
 
-if __name__ == "__main__":
+def run_program() -> NoReturn:
+    """`main` of the command line; vLLM's threads would keep a process that ends in another way."""
     try:
-        main()
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # vLLM's threads would keep the process
+        os._exit(1)
     os._exit(0)
+
+
+if __name__ == "__main__":
+    run_program()

@@ -26,26 +26,16 @@ def test_the_ratio_is_of_the_medians_of_all_turns(
 ):
     asked = []
 
-    def run(job, model):
+    def run(jobs, model):
+        (job,) = jobs
         asked.append((model, job))
         slow = 1.0 if model == str(pico_checkpoint) else 1.25
         cold = {0: 99.0, 3: 99.0}  # the first round of each length
         seconds = [cold.get(at, slow * len(asked["prompts"][0]) / 32) for at, asked in enumerate(job.rounds)]
-        return {"rounds": [{"seconds": s, "preemptions": 0} for s in seconds]}
+        return [{"rounds": [{"seconds": s, "preemptions": 0} for s in seconds]}]
 
     monkeypatch.setattr(throughput, "run_vllm", run)
-    options = [
-        "--lengths",
-        "32,64",
-        "--requests",
-        "3",
-        "--tokens",
-        "8",
-        "--repeats",
-        "2",
-        "--out",
-        str(tmp_path / "a.json"),
-    ]
+    options = f"--lengths 32,64 --requests 3 --tokens 8 --repeats 2 --out {tmp_path / 'a.json'}".split()
     models = [str(pico_fox_checkpoint), "--against", str(pico_checkpoint)]
     monkeypatch.setattr(sys, "argv", [str(FILE), *models, *options])
     throughput.main()

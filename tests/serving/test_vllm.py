@@ -1,5 +1,6 @@
 """The plug-in under vLLM itself: `make test-vllm` runs these in an environment of its own."""
 
+import contextlib
 import json
 import os
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.serving.engines import Engines
+from retrofox.serving import engines
 from retrofox.serving.verify import Sizes, verify_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -33,13 +35,6 @@ def served(tmp_path_factory, pico_llama, stir, pico_tokenizer) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def paged_engines():
-    """vLLM in a process that serves on a CPU as on a GPU."""
-    with Engines(program=(sys.executable, str(Path(__file__).parent / "served_as_on_a_gpu.py"))) as engines:
-        yield engines
-
-
 @pytest.mark.parametrize(
     ("window", "spec"),
     [
@@ -51,7 +46,7 @@ def paged_engines():
     ],
     ids=["a sink", "five sinks", "window", "gates of kv heads", "a horizon"],
 )
-def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, stir, window, spec):
+def test_what_a_gpu_serves_is_what_retrofox_computes(monkeypatch, tmp_path, stir, window, spec):
     """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -66,9 +61,13 @@ def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, st
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
     stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
-    sizes = Sizes(requests=4, longest=300, tokens=4)
-    report = verify_serving(tmp_path / "fox", sizes=sizes, engines=paged_engines, eager=True, show=False)
+    monkeypatch.setattr(engines, "PROGRAM", (sys.executable, str(Path(__file__).parent / "served_as_on_a_gpu.py")))
+    report = verify_serving(tmp_path / "fox", sizes=Sizes(requests=4, longest=300, tokens=4), eager=True)
     assert all(report["passed"].values()), json.dumps(report["rounds"])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 CONFIGURE = """
@@ -101,9 +100,8 @@ def said(served, tmp_path_factory, pico_llama) -> dict[str, str]:
         retrofox.convert(pico_llama(**WIDE), fox=retrofox.FoxSpec(**spec)).save_pretrained(models[name])
     asked = {name: (str(models.get(name, served)), options) for name, (options, _) in REFUSED.items()}
     asked["nothing wrong"] = (str(served), {})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-c", CONFIGURE]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
     return dict(json.loads(line) for line in lines)
@@ -121,53 +119,79 @@ def test_what_is_not_refused_is_configured(said):
     assert said["nothing wrong"] == "served"
 
 
-def test_vllm_serve_answers_as_retrofox_does(served, pico_tokenizer):
-    """The server of `vllm serve OUT` and an OpenAI client's request."""
+@pytest.fixture(scope="module")
+def client(served, tmp_path_factory) -> Iterator[Any]:
+    """An OpenAI client's completions and chat of `vllm serve OUT`."""
+    import openai
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [
-        sys.executable,
-        *SERVE,
-        str(served),
-        "--dtype",
-        "float32",  # what a random model would say next hangs on the last bits
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--served-model-name",
-        "fox",
-    ]
-    prompt = "the fox forgets the gate, and"
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
+    command = [sys.executable, *SERVE, str(served), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", "fox", "--enable-prompt-tokens-details"]
+    command += ["--dtype", "float32"]  # what a random model would say next hangs on the last bits
+    log = tmp_path_factory.mktemp("log") / "log"
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment()) as server:
         try:
-            answer = ask(
-                port, {"model": "fox", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-            )
+            for _ in range(300):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                    break
+                assert server.poll() is None, log.read_text()[-3000:]
+                time.sleep(2)
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+                yield client
         finally:
             server.terminate()
-            server.communicate(timeout=60)
+            server.wait(60)
+
+
+PROMPT = "the fox forgets the gate, and"
+GREEDY = {"model": "fox", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def continued(served: Path, tokenizer: Any, prompt: str) -> str:
+    """What retrofox says after a prompt."""
     model: Any = retrofox.load(served).eval()
-    ids = pico_tokenizer(prompt, return_tensors="pt").input_ids
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1)
-    assert answer["choices"][0]["text"] == pico_tokenizer.decode(wanted[0, ids.shape[1] :])
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 1}  # the prompt of a chat has token 1
+    made = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, **options)
+    return tokenizer.decode(made[0, ids.shape[1] :]).rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM waits for all its bytes
 
 
-def ask(port: int, body: dict) -> dict:
-    """Waits for the server, at most ten minutes, and asks it once."""
-    address = f"http://127.0.0.1:{port}"
-    for _ in range(300):
-        try:
-            urllib.request.urlopen(f"{address}/health").close()
-            break
-        except OSError:
-            time.sleep(2)
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+def test_a_completion_whole_streamed_and_stopped_is_retrofoxs(client, served, pico_tokenizer):
+    text = continued(served, pico_tokenizer, PROMPT)
+    assert client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text == text
+    pieces = [piece.choices[0].text for piece in client.completions.create(prompt=PROMPT, stream=True, **GREEDY)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == text
+    stopped = client.completions.create(prompt=PROMPT, stop=[text[3:6]], **GREEDY).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[3:6])], "stop")
+
+
+def test_a_chat_is_retrofoxs(client, served, pico_tokenizer):
+    messages = [{"role": "user", "content": "who forgets?"}]
+    prompt = pico_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    answer = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
+    assert answer == continued(served, pico_tokenizer, prompt)
+
+
+@torch.no_grad()
+def test_log_probabilities_of_several_answers_are_retrofoxs(client, served):
+    options = {"logprobs": 1, "n": 3, "temperature": 1.0, "seed": 1}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(prompt=PROMPT, **GREEDY | options | {"extra_body": extra})
+    model: Any = retrofox.load(served).eval()
+    assert len({choice.text for choice in answer.choices}) == 3
+    for choice in answer.choices:
+        prompt, made = choice.prompt_token_ids, choice.token_ids
+        logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(made)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), wanted, atol=1e-3, rtol=0)
+
+
+def test_a_prompt_whose_beginning_another_request_had_is_answered_from_the_cache(client, served, pico_tokenizer):
+    beginning = "the fox forgets the gate, and " * 30
+    for ending, cached in (("it sleeps", 0), ("it runs", 128)):
+        answer = client.completions.create(prompt=beginning + ending, **GREEDY)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= cached
+        assert answer.choices[0].text == continued(served, pico_tokenizer, beginning + ending)
