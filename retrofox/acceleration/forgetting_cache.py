@@ -243,9 +243,6 @@ class ForgettingLayer(DynamicLayer):
         if self.is_initialized:
             self._take_rows(torch.arange(self.batch, device=self.device)[indices.to(self.device)])
 
-    def offload(self) -> None:
-        raise ValueError("a cache that forgets has no offloading: leave out cache_implementation")
-
 
 class ForgettingCache(DynamicCache):
     """The cache of a converted model with a horizon: it holds live keys only.

@@ -33,14 +33,10 @@ class ChatSession:
     """
 
     def __init__(self, opened: LoadedModel, system: str | None = None):
-        if not getattr(opened.tokenizer, "chat_template", None):
-            raise ValueError(
-                f"the tokenizer of {opened.source} has no chat template, so it can't be chatted with; "
-                "use `retrofox generate`"
-            )
         self.opened, self.system = opened, system
         self.reset()
-        render(opened.tokenizer, [*self.messages, {"role": "user", "content": "Hello"}])  # refuses what can't be
+        # Raises where there is no template, or one that refuses a system message.
+        render(opened.tokenizer, [*self.messages, {"role": "user", "content": "Hello"}])
 
     def reset(self) -> None:
         """Forgets the conversation but for the system message."""

@@ -19,22 +19,20 @@ def check_sampling(
     cache: str = "auto",
 ) -> None:
     """Raises ValueError for prompts or options that `generate` and `chat` don't take."""
-    if cache not in CACHES:
-        raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}")
-    if not prompts:
-        raise ValueError("no prompt given")
-    for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # below, logits / temperature leaves float32
-        raise ValueError(f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    if top_p < 1 and temperature == 0:
-        raise ValueError(f"top_p {top_p} has no effect on greedy decoding: give a temperature above 0 too")
-    if num_beams < 1:
-        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
-    if seed is not None and temperature == 0:
-        raise ValueError(f"seed {seed} has no effect on greedy decoding: give a temperature above 0 too")
+    for allowed, said in (
+        (cache in CACHES, f"cache must be one of {', '.join(CACHES)}, got {cache!r}"),
+        (len(prompts) > 0, "no prompt given"),
+        (max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}"),
+        (  # below 1e-6, logits / temperature leaves float32
+            temperature == 0 or 1e-6 <= temperature < math.inf,
+            f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}",
+        ),
+        (0 < top_p <= 1, f"top_p must lie in (0, 1], got {top_p}"),
+        (num_beams >= 1, f"num_beams must be at least 1, got {num_beams}"),
+    ):
+        if not allowed:
+            raise ValueError(said)
+    "".join(prompts).encode()  # of bytes that are no UTF-8 text it says which: tokenizers give a TypeError
+    idle = [f"{name} {value}" for name, value in (("top_p", top_p), ("seed", seed)) if value not in (1, None)]
+    if idle and temperature == 0:
+        raise ValueError(f"{idle[0]} has no effect on greedy decoding: give a temperature above 0 too")

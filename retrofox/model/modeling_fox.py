@@ -53,7 +53,6 @@ ROTATES_IF: dict[str, Callable[[Any], bool]] = {
     "smollm3": lambda native: bool(native.use_rope),
 }
 """Families in which some layers have no RoPE: whether a native attention rotates."""
-PAGED = "continuous batching (generate_batch) pages keys without the forget gates: use generate"
 
 
 # -- Gates and Pro parts --
@@ -362,8 +361,7 @@ class RotaryFade(nn.Module):
         fade, pair = self.derived[cos.device]
         inv_freq, scaling = layer_frequencies(self._rotary[0], self.layer_type)
         if any(0.0 < f < 1.0 for f in self.fade):
-            if position_ids is None:
-                raise ValueError("annealing rotary pairs needs position_ids to reach the attention layer")
+            assert position_ids is not None, "every supported decoder layer passes them on"
             part = (fade > 0.0) & (fade < 1.0)
             angle = position_ids[..., None].float() * (inv_freq.to(cos.device).float()[pair] * fade)
             cos = torch.where(part, (angle.cos() * scaling).to(cos.dtype), cos)
@@ -775,7 +773,7 @@ def refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
     if "is_causal" in kwargs:
         raise ValueError(
             "accelerate's own context parallelism splits the sequence without the forget gates: `retrofox train` has "
-            "one that moves them (parallel: {context: N}, or the same cp_size); elsewhere use FSDP or DDP"
+            "one that moves them (parallel: {context: N}); elsewhere use FSDP or DDP"
         )
     if ALL_ATTENTION_FUNCTIONS["fox"].__name__ != "fox_attention":
         raise ValueError(
@@ -827,7 +825,7 @@ class FoxPreTrained:
         return (model, loaded) if told else model
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        raise ValueError(PAGED)
+        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
@@ -867,8 +865,6 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 def _install(model: Any, config: Any) -> None:
     """Puts a Fox attention of the native class in each decoder layer of a freshly built inner model."""
-    if config.fox is None:
-        raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
     spec = FoxFields.read(config.fox)
     rotates_if = ROTATES_IF.get(config.model_type.removeprefix("fox_"))
     for layer in model.layers:
@@ -914,8 +910,6 @@ class FoxModelMixin(FoxPreTrained):
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cache = kwargs.pop("cache", past_key_values)
-        if cache is not None and not hasattr(cache, "get_seq_length"):
-            raise ValueError(PAGED)
         past = 0 if cache is None else int(cache.get_seq_length())
         cu_seqlens = _told_documents(cu_seqlens, kwargs)
         source: Any = input_ids if input_ids is not None else inputs_embeds
@@ -928,11 +922,8 @@ class FoxModelMixin(FoxPreTrained):
         # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens or shards tell it all.
         no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=source.device)
         if shards is not None:
-            if attention_mask is not None or cu_seqlens is not None or cache is not None or position_ids is None:
-                raise ValueError(
-                    "rows shared between processes take position_ids, counted from each document's start, and no "
-                    "mask, cu_seqlens or cache"
-                )
+            assert attention_mask is cu_seqlens is cache is None, "shards know the documents"
+            assert position_ids is not None, "counted from each document's start"
             kwargs["shards"], use_cache, attention_mask, flat = shards, False, no_mask, False
         if cu_seqlens is None and flat and position_ids is not None and cache is None:
             cu_seqlens = _document_starts(position_ids, batch, hidden)

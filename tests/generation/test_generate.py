@@ -141,7 +141,7 @@ def test_bad_options_are_refused(opened):
         ({"temperature": float("inf")}, "temperature must be 0"),
         ({"top_p": float("nan"), "temperature": 1.0}, "top_p"),
         ({"seed": 0}, "seed 0 has no effect on greedy decoding"),
-        ({"prompts": ["a", "\udcff"]}, "is not UTF-8 text"),
+        ({"prompts": ["a", "\udcff"]}, "surrogates not allowed"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
@@ -229,30 +229,21 @@ def test_chat_reads_until_exit_and_returns_the_conversation(opened, capsys):
     assert "tokens/s" in capsys.readouterr().err
 
 
-def test_chat_without_a_template_is_refused(opened):
-    plain = copy.deepcopy(opened.tokenizer)
-    plain.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        chat(opened.model, tokenizer=plain, read=lambda prompt: "/exit")
-    with pytest.raises(ValueError, match="no chat template"):
-        generate(opened.model, ["a"], tokenizer=plain, chat_template=True)
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ raise_exception('no system role') }}", "can't render messages of"),
-        ("{% for m in messages %}", "can't render messages of"),
-        ("{{ 1 / 0 }}", "can't render messages of"),
-        ("{# nothing #}", "renders messages of .* as an empty text"),
+        (None, "chat_template is not set"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for m in messages %}", "end of template"),
+        ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
 def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template, said):
     strict = copy.deepcopy(opened.tokenizer)
     strict.chat_template = template
-    with pytest.raises(ValueError, match=f"the chat template {said}"):
+    with pytest.raises(ValueError, match=f"the chat template can't render messages of .*{said}"):
         chat(opened.model, system="be brief", tokenizer=strict, read=lambda prompt: pytest.fail("asked for a message"))
-    with pytest.raises(ValueError, match=f"the chat template {said}"):
+    with pytest.raises(ValueError, match=f"the chat template can't render messages of .*{said}"):
         generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
 
 
