@@ -25,7 +25,6 @@ from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
-from retrofox.parallel.launched import is_first
 from retrofox.support.counts import require_at_least
 from retrofox.support.memory import reset_peak
 from retrofox.support.report import environment, output_console, progress_bar, write_results
@@ -137,8 +136,8 @@ def evaluate(
     device = asked.device
     if asked.context > 1:
         alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks, "batch": asked.batch > 1}
-        device = shared_context.join(asked.context, model, **alone, device=device)
-        progress = progress and is_first()
+        device = shared_context.join(asked.context, **alone, device=device)
+        progress = progress and shared_context.is_first()
     started = time.time()
     found = None
     if asked.tasks:
@@ -172,7 +171,7 @@ def evaluate(
             scores[key] = run_tasks(opened, found, max_length=length, batch=batch, cache=kept, progress=progress)
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
-    if is_first():
+    if shared_context.is_first():
         _report(result, losses, scores, chosen, out, started)
     return result
 

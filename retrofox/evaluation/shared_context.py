@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from retrofox.anatomy import LOGIT_BYTES, inner_model, logits_from_hidden, vocabulary_size
 from retrofox.data.packed import IGNORE
 from retrofox.data.windows import Window
 from retrofox.evaluation.token_scores import require_finite
-from retrofox.parallel.launched import join as join_processes
-from retrofox.parallel.launched import refuse_unconverted
 from retrofox.parallel.layout import degrees
 from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import key_value_heads, refuse_sharing
 from retrofox.parallel.shards import Shards, cut
+from retrofox.support.launches import processes
 from retrofox.support.memory import out_of_memory
 
 
-def join(context: int, model: Any, **unshared: Any) -> str | None:
-    """`parallel.launched.join` for `eval`.
+def join(context: int, **unshared: Any) -> str | None:
+    """Joins the processes that were launched to share documents; the device of this one, None where there is no GPU.
 
     Args:
         unshared: options of `evaluate` that run whole documents in one process; none may be given.
 
     Raises:
-        ValueError: another number of processes was launched, such an option is given, or the model is unconverted.
+        ValueError: another number of processes was launched, or such an option is given.
     """
     given = [name for name, value in unshared.items() if value]
     if given:
         raise ValueError(f"context shares documents between processes for the loss alone: leave out {', '.join(given)}")
-    refuse_unconverted(model)
-    return join_processes(context, "eval MODEL")
+    if processes() != context:
+        raise ValueError(
+            f"context: {context} processes share a document, and {processes()} were launched: torchrun "
+            f"--nproc-per-node {context} -m retrofox eval MODEL --context {context} ..."
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class SharedLosses:

@@ -19,7 +19,7 @@ from retrofox.data.prepare import prepare_data
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
-from retrofox.parallel.settings import readers_of, split_of, take_over
+from retrofox.parallel.settings import readers_of, split_of
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import STATE_BYTES, accumulation
@@ -70,7 +70,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
-    recipe.parallel = take_over(recipe.parallel)
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)

@@ -20,7 +20,7 @@ from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.settings import context_of, readers_of, refuse_processes, refuse_sharing, split_of
+from retrofox.parallel.settings import readers_of, refuse_processes, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.memory import Setting, cpu_memory, memory
@@ -88,11 +88,12 @@ def _launch(recipe: Recipe) -> Iterator[str]:
         return os.environ.get(name, default).lower()
 
     deepspeed = shards_weights("DEEPSPEED")
-    for kind, name in (("sequence", "PARALLELISM_CONFIG_SP_SIZE"), ("tensor", "PARALLELISM_CONFIG_TP_SIZE")):
+    for kind, short in (("context", "CP"), ("sequence", "SP"), ("tensor", "TP")):
+        name = f"PARALLELISM_CONFIG_{short}_SIZE"
         if int(told(name, "1")) > 1:
             yield (
-                f"{kind} parallelism ({name}={told(name, '1')}) knows no forget gates, so attention would be silently "
-                "wrong: leave it out. FSDP2 splits weights, `parallel: {context: N}` in the recipe splits rows"
+                f"accelerate's {kind} parallelism ({name}={told(name, '1')}) knows no forget gates, so attention would "
+                "be silently wrong: leave it out. FSDP2 splits weights, `parallel: {context: N}` of the recipe rows"
             )
     if shards_weights("FSDP") and told("FSDP_VERSION", "1") != "2":
         yield "FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2"
@@ -108,7 +109,7 @@ def _launch(recipe: Recipe) -> Iterator[str]:
             "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
             "(recipes/accelerate/zero3.yaml), and `precision` in the recipe to bf16 or fp32"
         )
-    if deepspeed and context_of(recipe.parallel) > 1:
+    if deepspeed and recipe.parallel.context > 1:
         yield "parallel.context runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
     if deepspeed and any(stage.tiled_mlp != "none" for stage in recipe.stages):
         yield "tiled_mlp runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"

@@ -58,11 +58,3 @@ def test_two_processes_report_one_processs_losses(texts, pico_fox_checkpoint, tm
 def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, options, reason):
     with pytest.raises(ValueError, match=reason):
         evaluate(str(pico_fox_checkpoint), data=str(texts), length=64, context=2, progress=False, **options)
-
-
-def test_an_unconverted_model_is_refused_before_loading(texts, pico_checkpoint, monkeypatch):
-    monkeypatch.setattr(
-        "retrofox.evaluation.compared_models.open_model", lambda *_, **__: pytest.fail("the model was loaded")
-    )
-    with pytest.raises(ValueError, match=r"is not converted: convert it"):
-        evaluate(str(pico_checkpoint), data=str(texts), length=64, context=2, progress=False)

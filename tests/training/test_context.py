@@ -13,8 +13,6 @@ from retrofox.config import load_recipe
 from retrofox.training.train import train
 from retrofox.training.validate import preflight
 
-CP_OF_ACCELERATE = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-
 
 @pytest.fixture
 def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
@@ -55,13 +53,12 @@ def same(ours: Path, theirs: Path) -> None:
 
 
 def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_recipe):
-    whole, file = recipe_for("whole"), recipe_for("shared")
+    whole, file = recipe_for("whole"), recipe_for("shared", parallel={"context": 2})
     train(load_recipe(whole))
-    killed = run_recipe(file, "SIGKILL", 3, 2, 1, **CP_OF_ACCELERATE)
+    killed = run_recipe(file, "SIGKILL", 3, 2, 1)
     assert killed.returncode != 0
     assert "rows shared by 2: heads x 2, zigzag of 1" in killed.stderr
-    assert load_recipe(file).parallel.context == 1  # it was accelerate's
-    train(load_recipe(file))
+    train(load_recipe(file, ["parallel.context=1"]))
     same(file, whole)
 
 
@@ -167,19 +164,3 @@ def test_an_unconverted_model_does_not_share_rows(recipe_for, pico_checkpoint):
     recipe = load_recipe(recipe_for("control", model=str(pico_checkpoint), parallel={"context": 2}))
     refusals = [str(error) for error in preflight(recipe, 2, torch.device("cpu"))]
     assert any("give `fox:` to the recipe" in text for text in refusals), refusals
-
-
-def test_two_sizes_that_differ_are_refused(recipe_for, monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
-    with pytest.raises(ValueError, match=r"parallel\.context is 2 and accelerate's cp_size"):
-        train(load_recipe(recipe_for("two", parallel={"context": 2})))
-
-
-@pytest.mark.slow
-def test_accelerates_replicas_beside_its_context_are_data_parallelism(recipe_for, run_recipe):
-    whole, file = recipe_for("whole"), recipe_for("shared")
-    train(load_recipe(whole))
-    done = run_recipe(file, processes=4, **CP_OF_ACCELERATE, PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2")
-    assert done.returncode == 0, done.stderr
-    for left, right in zip(log(file), log(whole), strict=True):
-        assert left[:3] == pytest.approx(right[:3], rel=1e-4)

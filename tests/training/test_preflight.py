@@ -100,8 +100,8 @@ OFFLOAD = "stages.0.offload_optimizer=true"
 @pytest.mark.parametrize(
     ("told", "changes", "reason"),
     [
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, [], "sequence parallelism (PARALLELISM_CONFIG_SP_SIZE=2)"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], "tensor parallelism"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, [], "accelerate's sequence parallelism (PARALLELISM_CONFIG_SP_SIZE=2)"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, [], "accelerate's context parallelism"),
         ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, [], "accelerate's dynamo_backend"),
         (FSDP1, [], "FSDP version 1 can't keep the forget gates"),
         ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, [], "set fsdp_cpu_ram_efficient_loading: false"),
