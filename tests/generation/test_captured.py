@@ -65,18 +65,6 @@ def padded(rows: int, length: int, seed: int = 5) -> dict[str, torch.Tensor]:
     return {"attention_mask": mask}
 
 
-@pytest.mark.parametrize("length", [1, 31, 90])
-@pytest.mark.parametrize("spec", MODELS)
-def test_greedy_and_padded_batches_give_the_tokens_of_the_growing_cache(pico_fox, fixed_on_cpu, spec, length):
-    model = pico_fox(**MODELS[spec])
-    ours, theirs = both(fixed_on_cpu, model, tokens(1, length))
-    assert torch.equal(ours, theirs)
-    assert ours.shape[1] == length + 24
-    if length > 20:
-        ours, theirs = both(fixed_on_cpu, model, tokens(3, length), **padded(3, length))
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("spec", MODELS)
 def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec):
     """Tokens of a pico model could agree by luck: so do logits, step by step, with padding."""
@@ -192,13 +180,6 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
     torch.testing.assert_close(caches[0][1], caches[1][1], atol=1e-4, rtol=1e-4)
 
 
-def test_padded_rows_under_a_sliding_window(pico_fox, fixed_on_cpu):
-    model = pico_fox(**WINDOW)
-    for ids, options in ((tokens(3, 30), padded(3, 30)), (tokens(2, 30), {"do_sample": True, "top_k": 9})):
-        ours, theirs = both(fixed_on_cpu, model, ids, **options)
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -225,15 +206,6 @@ def test_a_model_that_trains_and_angles_that_depend_on_the_length_take_the_loop(
         model = pico_fox(rope="keep", config={"rope_parameters": {**rope, "rope_theta": 1e4}})
         model.generate(tokens(1, 20), **OPTIONS)
         assert f"depend on the length of the text ({rope['rope_type']})" in model.decoded_by
-
-
-def test_beams_and_assisted_decoding_go_their_own_way(pico_fox, fixed_on_cpu):
-    model, ids = pico_fox(), tokens(1, 20)
-    ours = model.generate(ids, **OPTIONS)
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **OPTIONS), ours)
-    beams = model.generate(ids, **OPTIONS | {"num_beams": 3})
-    assert beams.shape[1] == 44
-    assert torch.equal(beams, model.generate(ids, **OPTIONS | {"num_beams": 3, "use_cache": False}))
 
 
 def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):

@@ -8,12 +8,10 @@ import io
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
-from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.generation import generate as module
-from retrofox.generation.caches import new_cache
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate, render
 from retrofox.generation.streaming import Meter, Writer
@@ -119,11 +117,6 @@ def test_ends_are_the_tokenizers_where_the_model_names_none_and_can_be_ignored(o
     assert ended == whole[: whole.index(whole[5]) + 1]
     again = generate(opened.model, ["the fox"], 24, tokenizer=opened.tokenizer, stream=False, ignore_eos=True)
     assert again["token_ids"][0] == whole
-
-
-@pytest.mark.parametrize(("horizon", "kind"), [(4.0, ForgettingCache), (None, DynamicCache)])
-def test_a_cache_that_forgets_is_taken_by_itself_where_a_model_has_a_horizon(pico_fox, horizon, kind):
-    assert type(new_cache(pico_fox(horizon=horizon))) is kind
 
 
 def test_characters_are_written_whole_and_what_was_written_stays(pico_tokenizer):

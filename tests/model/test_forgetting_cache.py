@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from retrofox.acceleration import cuda_graph_decoding, forgetting_cache, head_groups
 from retrofox.acceleration.forgetting_cache import ForgettingCache, ForgettingLayer
 from retrofox.anatomy import attention_mode, attentions
-from retrofox.generation.caches import cache_bytes
 from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.loaded_model import open_model
@@ -236,12 +235,6 @@ def test_generate_says_what_each_cache_takes(pico_fox, pico_tokenizer):
         generate(pico_fox(), ["a"], tokenizer=pico_tokenizer, cache="forgetting")
 
 
-def test_another_kind_of_cache_is_refused_before_a_model_is_read(run, tmp_path):
-    code, _, err = run("generate", tmp_path, "the fox", "--cache", "small")
-    assert (code, len(err.strip().splitlines())) == (2, 1)
-    assert "cache must be one of auto, full, forgetting, none, got 'small'" in err
-
-
 def test_a_crop_within_a_page_is_exact_and_one_beyond_is_refused(pico_fox):
     model, ids, mask, cache = pico_fox(**SPEC), ids_of(1, 120), mask_of(1, 120), ForgettingCache()
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), (120,))
@@ -309,11 +302,3 @@ def test_another_mode_or_mask_than_it_forgot_in_is_refused(pico_fox):
         mask[0, 98] = 0
         with pytest.raises(ValueError, match=r"takes left padding and no other mask: .*cache_implementation"):
             model(ids[:, 100:], attention_mask=mask, **{CACHE: cache})
-
-
-def test_memory_falls(pico_fox):
-    model, ids, mask, kept = pico_fox(**SPEC), ids_of(1, 2000), mask_of(1, 2000), []
-    for cache in (ForgettingCache(), DynamicCache(config=model.config)):
-        logits(model, ids, mask, cache, (2000,))
-        kept.append(cache_bytes(cache))
-    assert kept[0] < 0.15 * kept[1]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, StaticCache
 
 import retrofox
 from retrofox import FoxSpec
@@ -15,8 +14,6 @@ from retrofox.anatomy import attention_mode, attentions
 from retrofox.config import Budget, ExtendStage
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
-from retrofox.evaluation.gates import inspect
-from retrofox.model.modeling_fox import CACHE
 from retrofox.training.budget import GatePressure
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 2, 4, 2, 32
@@ -37,35 +34,10 @@ def repeated(pico_fox, shared) -> Any:
     return model
 
 
-def test_there_are_as_many_gates_as_kv_heads(shared):
-    shapes = {tuple(value.shape) for name, value in shared.named_parameters() if "forget_gate" in name}
-    assert shapes == {(KV_HEADS, HIDDEN), (KV_HEADS,)}
-
-
 @pytest.mark.parametrize("mode", ["fox", "open", "original"])
 def test_a_text_is_read_alike(shared, repeated, tokens, mode):
     with torch.no_grad(), attention_mode(shared, mode), attention_mode(repeated, mode):
         torch.testing.assert_close(shared(tokens).logits, repeated(tokens).logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_cached_tokens_are_read_alike(shared, repeated, tokens, kind):
-    def decode(model) -> torch.Tensor:
-        cache = kind(config=model.config, **({"max_cache_len": 24} if kind is StaticCache else {}))
-        with torch.no_grad():
-            return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split([12, 3, 1, 1, 7], 1)], 1)
-
-    torch.testing.assert_close(decode(shared), decode(repeated))
-    torch.testing.assert_close(decode(shared), shared(tokens).logits.detach(), atol=1e-4, rtol=1e-4)
-
-
-def test_masked_and_packed_rows_are_read_alike(shared, repeated, tokens):
-    mask = torch.ones_like(tokens)
-    mask[0, :5] = 0
-    packed = torch.cat([torch.arange(10), torch.arange(14)])[None].expand(2, -1)
-    for options in ({"attention_mask": mask}, {"position_ids": packed}):
-        with torch.no_grad():
-            torch.testing.assert_close(shared(tokens, **options).logits, repeated(tokens, **options).logits)
 
 
 def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, tokens):
@@ -76,14 +48,6 @@ def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, to
         for name, value in ours.forget_gate.named_parameters():
             summed = getattr(theirs.forget_gate, name).grad.unflatten(0, (KV_HEADS, -1)).sum(1)
             torch.testing.assert_close(value.grad, summed, rtol=1e-4, atol=1e-7)
-
-
-def test_a_checkpoint_keeps_them(shared, tokens, tmp_path):
-    shared.save_pretrained(tmp_path)
-    loaded = retrofox.load(tmp_path)
-    assert loaded.config.fox["gate_heads"] == "kv"
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, shared(tokens).logits)
 
 
 def test_a_conversion_writes_them_and_says_so(pico_checkpoint, tmp_path, capsys):
@@ -153,7 +117,3 @@ def test_a_budget_presses_each_gate_once(pico_fox, tokens):
     pressed = gradient()
     added = torch.stack(pressed) - torch.stack(plain)
     assert (added != 0).tolist() == [[True, False], [True, True]]
-
-
-def test_inspection_lists_gates(shared, pico_tokenizer):
-    assert len(inspect(shared, tokenizer=pico_tokenizer)["heads"]) == LAYERS * KV_HEADS

@@ -10,10 +10,8 @@ from fox_kernels.reference import forgetting_attention as reference
 
 import retrofox
 from retrofox.acceleration import attention_dispatch
-from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.model import modeling_fox as scores
 from retrofox.model.attention_torch import masked_attention, visible_keys
-from retrofox.model.modeling_fox import CACHE
 from tests.model.conftest import ids_of, logits
 
 SPEC = {"half_life": (1.0, 40.0), "horizon": 3.0}
@@ -50,46 +48,6 @@ def test_gates_in_other_modes_have_no_horizon(pico_fox):
         assert torch.equal(logits(model, ids_of(1, 40)), logits(whole, ids_of(1, 40)))
 
 
-def test_a_cache_gives_the_whole_forwards_logits(pico_fox, path):
-    model, ids = pico_fox(**SPEC), ids_of(2, 70)
-    whole, parts, cache = logits(model, ids), [], {}
-    with torch.no_grad():
-        for a, b in ((0, 40), (40, 41), (41, 60), *((n, n + 1) for n in range(60, 70))):
-            out = model(input_ids=ids[:, a:b], use_cache=True, **cache)
-            cache = {CACHE: out[CACHE]}
-            parts.append(out.logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=3e-5, rtol=3e-5)
-
-
-def test_padded_rows_that_differ_give_what_each_gives_alone(pico_fox, path):
-    model, mask = pico_fox(**SPEC), torch.ones(3, 50, dtype=torch.long)
-    ids = ids_of(3, 50)
-    for row, pads in enumerate((0, 7, 31)):
-        mask[row, :pads] = 0
-    together = model.generate(ids, attention_mask=mask, **OPTIONS)[:, 50:]
-    for row, pads in enumerate((0, 7, 31)):
-        assert torch.equal(model.generate(ids[row : row + 1, pads:], **OPTIONS)[0, 50 - pads :], together[row])
-
-
-@pytest.mark.parametrize("kind", ["captured", "static"])
-def test_other_caches_give_the_growing_caches_tokens(pico_fox, monkeypatch, kind):
-    model, ids = pico_fox(**SPEC), ids_of(2, 50)
-    wanted = model.generate(ids, **OPTIONS)
-    assert not torch.equal(wanted, pico_fox(half_life=SPEC["half_life"]).generate(ids, **OPTIONS))
-    if kind == "captured":
-        monkeypatch.setattr(captured, "DEVICES", ("cpu",))
-        assert torch.equal(model.generate(ids, **OPTIONS), wanted)
-        assert "captured" in model.decoded_by
-    else:
-        assert torch.equal(model.generate(ids, cache_implementation="static", **OPTIONS), wanted)
-
-
-def test_beams_over_a_cache_are_those_without_one(pico_fox, path):
-    model, ids = pico_fox(**SPEC), ids_of(2, 40)
-    beams = model.generate(ids, num_beams=3, **OPTIONS)
-    assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **OPTIONS))
-
-
 def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
     """Torch takes the place of the kernels, which have tests of their own."""
     model, ids, calls = pico_fox(**SPEC), ids_of(2, 60), []
@@ -107,12 +65,6 @@ def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
     monkeypatch.setattr(attention_dispatch, "decode_attention", by_torch)
     assert torch.equal(model.generate(ids, **OPTIONS), wanted)
     assert {options["horizon"] for options in calls} == {SPEC["horizon"]}
-
-
-def test_under_a_sliding_window(pico_fox, path):
-    model = pico_fox(family="mistral", config={"sliding_window": 17}, rope="keep", **SPEC)
-    text = model.generate(ids_of(1, 40), **OPTIONS)
-    assert torch.equal(logits(model, text)[:, 39:-1].argmax(-1), text[:, 40:])
 
 
 def test_gradients_are_those_of_a_masked_softmax(pico_fox, monkeypatch):

@@ -12,18 +12,10 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 PICO = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 1, "bos_token_id": 0,
     "eos_token_id": 1,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 PARTIAL = {"rope": "partial", "max_wavelength": 40.0}
 ANNEAL = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100, "annealed_tokens": 35}

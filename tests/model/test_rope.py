@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import retrofox
 from retrofox import FoxSpec
 from retrofox.acceleration.fused_attention import leading
-from retrofox.acceleration.fused_projections import unrotated, with_rotary
 from retrofox.anatomy import attention_mode, attentions, set_annealed_tokens
 from retrofox.model import modeling_fox as scores
-from retrofox.model.modeling_fox import CACHE, fades, interpolated
+from retrofox.model.modeling_fox import fades, interpolated
 from tests import conftest
 from tests.model.conftest import logits
 
@@ -25,26 +24,15 @@ PICO = {
 }  # fmt: skip
 PAIRS = 8
 THETA = {"rope_theta": 10000.0}
-LONG = {
-    "short_factor": [1.0 + 0.1 * i for i in range(PAIRS)],
-    "long_factor": [2.0 + i for i in range(PAIRS)],
-    "original_max_position_embeddings": 16,
-    "factor": 4.0,
-}
+SHORT = {"original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(PAIRS)], "long_factor": [2.0 + i for i in range(PAIRS)]}
 KINDS = {
     "default": {"rope_type": "default", **THETA},
     "linear": {"rope_type": "linear", "factor": 2.0, **THETA},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16, **THETA},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-        **THETA,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA},
-    "longrope": {"rope_type": "longrope", **LONG, **THETA},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, **SHORT, **THETA},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT, **THETA},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **SHORT, **THETA},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, **LONG, **SHORT, **THETA},
 }
 
 
@@ -130,15 +118,6 @@ def test_interleaved_rotary_channels_are_dialled_pair_by_pair(mode, tokens):
     close(converted, logits(base, tokens))
 
 
-def test_partial_keeps_the_wavelengths_up_to_the_limit():
-    inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
-    wavelengths = [2 * math.pi / w for w in inv_freq]
-    for kept in range(1, PAIRS + 1):
-        spec = FoxSpec(rope="partial", max_wavelength=wavelengths[kept - 1])
-        assert fades(inv_freq, spec, 0) == [1.0] * kept + [0.0] * (PAIRS - kept)
-    assert fades(inv_freq, FoxSpec(rope="partial", max_wavelength=1.0), 0) == [0.0] * PAIRS
-
-
 @pytest.mark.parametrize("mode", [{}, {"layer_max_wavelength": {0: 7.0}}, {"anneal_to": "partial"}])
 def test_a_wavelength_in_rounded_decimals_selects_the_pair_that_it_was_read_from(mode):
     inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
@@ -171,18 +150,6 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
         for part, led, left in zip(fade(cos, sin, positions), leading(fade, cos, sin, positions), (1, 0), strict=True):
             torch.testing.assert_close(led, part[..., :pairs])
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
-
-
-def test_layers_that_fade_alike_share_one_edit(monkeypatch):
-    base = make_base("default", num_hidden_layers=4)
-    model = convert(base, rope="partial", max_wavelength=30.0, layer_pairs={0: (0, 2, 5), 2: (0, 2, 5)})
-    positions, calls, native = torch.arange(9)[None], [], torch.Tensor.masked_fill
-    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *a: calls.append(1) or native(*a))
-    cos_sin = model.model.rotary_emb(torch.zeros(1, 9, 32), positions)
-    first, second, third, _ = [m.rotary_fade(*cos_sin, positions)[0] for _, m in attentions(model)]
-    assert len(calls) == 4  # cos and sin of two kinds
-    assert first is third
-    assert not torch.equal(first, second)
 
 
 def test_a_layer_can_have_its_own_limit(tokens):
@@ -233,18 +200,6 @@ def test_annealing_starts_as_the_base_ends_as_dropped_and_resumes_from_the_check
     assert (middle - logits(model, tokens)).abs().max() > 1e-2
 
 
-def test_annealing_decodes_as_it_prefills(tokens):
-    model = convert(make_base("longrope"), **MODES["anneal"], log_n=8)
-    whole = logits(model, tokens[:, :14])
-    for cache in (None, StaticCache(config=model.config, max_cache_len=32)):
-        out = model(tokens[:, :6], **{CACHE: cache}, use_cache=True)
-        parts = [out.logits]
-        for i in range(6, 14):
-            out = model(tokens[:, i : i + 1], **{CACHE: out[CACHE]})
-            parts.append(out.logits)
-        close(torch.cat(parts, 1), whole)
-
-
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     base: Any = make_base("default")
     model = convert(base, rope="keep", log_n=8)
@@ -265,33 +220,6 @@ def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     close(out, expected)
 
 
-def test_a_dropped_rotary_is_skipped_not_multiplied_by_one(tokens):
-    base = make_base("default")
-    model = convert(base, rope="drop")
-    module: Any = next(attentions(model))[1]
-    assert module.copies.unrotated is not None
-    names = module.copies.unrotated.__globals__
-    calls = []
-    names["apply_rotary_pos_emb"], real = lambda q, k, *_: (calls.append(1), (q, k))[1], names["apply_rotary_pos_emb"]
-    try:
-        logits(model, tokens)
-    finally:
-        names["apply_rotary_pos_emb"] = real
-    assert len(calls) == 2
-    native = inspect.unwrap(type(base.model.layers[0].self_attn).forward)
-    assert native.__globals__["apply_rotary_pos_emb"] is not real, "the base's own module is left alone"
-    q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16)
-    assert real(q, k, None, None) == (q, k)
-    assert with_rotary(torch.nn.Linear.forward, unrotated) is None
-
-
-def test_attention_scaling_of_dropped_pairs_stays(tokens):
-    model = convert(make_base("yarn"), rope="drop")
-    _, module = next(attentions(model))
-    assert module.rotary_fade.attention_scaling > 1.0
-    assert not module.rotary_fade.skippable
-
-
 def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
     model = convert(make_base("default"), rope="drop")
     hidden = torch.randn(1, 24, 32)
@@ -306,18 +234,9 @@ def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
 
 def test_interpolation_is_the_ramp_of_yarn():
     """Beside transformers' own yarn frequencies: inv_freq * fade, whatever its temperature."""
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        max_position_embeddings=8192 * 4,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e5,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8192,
-            "truncate": False,
-        },
-    )
+    yarn = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "truncate": False}
+    yarn["original_max_position_embeddings"] = 8192
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, max_position_embeddings=8192 * 4, rope_parameters=yarn)
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     plain = [1e5 ** (-2 * pair / 64) for pair in range(32)]
     ours = torch.tensor(plain) * torch.tensor(interpolated(plain, 8192, 4.0))

@@ -30,18 +30,12 @@ PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over severa
 WHOLE = [0, 64, 128]  # each row is a document
 EDGES = [0, 20, 48, 56, 64, 112, 120, 128]  # the first process's chunks hold no document that began in another's
 PICO = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
     "pad_token_id": 1,
-}
+}  # fmt: skip
 PRO = {"pro": "all", "sink_tokens": 2, "log_n": 16, "rope": "partial", "max_wavelength": 40.0, "half_life": (2.0, 99.0)}
+CAPS = {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 FROZEN = {"rates": {"attention": 0, "rest": 0}}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: family, config, spec, stage
@@ -54,13 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ),
     "windows and caps": (
         "gemma2",
-        {
-            "sliding_window": 17,
-            "query_pre_attn_scalar": 24,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 3.0,
-        },
+        {**CAPS, "sliding_window": 17, "layer_types": ["sliding_attention", "full_attention"]},
         {"sink_tokens": 1, "half_life": (2.0, 99.0)},
         {"objective": "extend"},
     ),

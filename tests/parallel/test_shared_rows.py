@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.model.test_families import ROWS
+
 HERE = Path(__file__).parent
 ROUNDING = 3e-5  # of a tensor's greatest value: sums in another order
-
-
-def rows() -> dict[str, dict[str, Any]]:
-    """The pico configs of every supported family."""
-    spec = importlib.util.spec_from_file_location("families_of_tests", HERE.parent / "model" / "test_families.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.ROWS
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +18,7 @@ def run_checks(launch):
     """run_checks(processes) -> name -> figures of every check that so many processes make together."""
 
     def run(processes: int) -> dict[str, dict[str, float]]:
-        families = json.dumps(rows() if processes == 2 else {})
+        families = json.dumps(ROWS if processes == 2 else {})
         done = launch((HERE / "checks.py").read_text(), families, processes=processes)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -51,14 +41,10 @@ def of(found: dict[str, dict[str, float]], kind: str) -> dict[str, dict[str, flo
     return {name: figures for name, figures in found.items() if name.startswith(kind)}
 
 
-def test_the_operator_is_exact_over_two_processes(two):
-    assert len(of(two, "operator")) == 36
-    assert {name: f["error"] for name, f in of(two, "operator").items() if not f["error"] < ROUNDING} == {}
-
-
-def test_the_operator_is_exact_over_four_processes(four):
-    assert len(of(four, "operator")) == 36
-    assert {name: f["error"] for name, f in of(four, "operator").items() if not f["error"] < ROUNDING} == {}
+def test_the_operator_is_exact(two, four):
+    found = {**of(two, "operator"), **of(four, "operator")}
+    assert len(found) == 72
+    assert {name: f["error"] for name, f in found.items() if not f["error"] < ROUNDING} == {}
 
 
 def test_losses_and_gradients_are_one_processs(two, four):
@@ -78,5 +64,5 @@ def test_positions_that_skip_reach_the_processes(two, four):
 
 def test_every_family_shares_rows(two):
     found = of(two, "family")
-    assert len(found) == len(rows())
+    assert len(found) == len(ROWS)
     assert {name: f["error"] for name, f in found.items() if not f["error"] < ROUNDING} == {}
