@@ -11,18 +11,17 @@ import psutil
 USABLE = 0.94
 """Of a GPU's memory, without its context and what the allocator can't use."""
 NAMES = {
-    "a100-40": "NVIDIA A100 40GB",
-    "a100-80": "NVIDIA A100 80GB",
-    "h100": "NVIDIA H100",
-    "h200": "NVIDIA H200",
-    "b200": "NVIDIA B200",
-    "l40s": "NVIDIA L40S",
-    "4090": "NVIDIA GeForce RTX 4090",
-    "5090": "NVIDIA GeForce RTX 5090",
+    "a100-40": ("NVIDIA A100 40GB", 40e9),
+    "a100-80": ("NVIDIA A100 80GB", 80e9),
+    "h100": ("NVIDIA H100", 80e9),
+    "h200": ("NVIDIA H200", 141e9),
+    "b200": ("NVIDIA B200", 180e9),
+    "l40s": ("NVIDIA L40S", 48e9),
+    "4090": ("NVIDIA GeForce RTX 4090", 24e9),
+    "5090": ("NVIDIA GeForce RTX 5090", 32e9),
 }
-"""Short name -> a name as drivers give it."""
-MEMORY = {"a100-40": 40, "a100-80": 80, "h100": 80, "h200": 141, "b200": 180, "l40s": 48, "4090": 24, "5090": 32}
-"""10^9 bytes that a run can have: the vendor's figure, which is what is left of the driver's, in GiB."""
+"""Short name -> a name as drivers give it, and bytes that a run can have: the vendor's figure in GB, which is what is
+left of the driver's, in GiB."""
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -74,7 +73,8 @@ def hardware(gpu: str | None = None, memory: str | None = None, flops: str | Non
         short = gpu.lower()
         if short not in NAMES:
             raise ValueError(f"--gpu is one of {', '.join(NAMES)}, got {gpu!r}: or give --memory 80G --flops 990T")
-        found = Hardware(NAMES[short], 1e9 * MEMORY[short], peak_of(NAMES[short]))
+        name, size = NAMES[short]
+        found = Hardware(name, size, peak_of(name))
     elif memory is not None:
         found = Hardware(f"a GPU of {memory}", 0.0, None)
     else:

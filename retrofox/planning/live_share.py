@@ -18,18 +18,11 @@ def live_shares(rates: Sequence[Sequence[float]], horizon: float, kv_heads: int)
     Args:
         rates: by layer and head, nats by which a token decays what came before it: the mean of -log f.
     """
-    found = {}
+    found, group = {}, max(1, len(rates[0]) // kv_heads)
     for name, length in LENGTHS.items():
         seen = [[min(1.0, horizon / max(rate, 1e-12) / length) for rate in heads] for heads in rates]
         every = [2 * share - share * share for heads in seen for share in heads]
-        groups = [_largest(heads, kv_heads) for heads in seen]
-        kept = [share for group in groups for share in group]
+        kept = [max(heads[start : start + group]) for heads in seen for start in range(0, len(heads), group)]
         found[f"live_operations_{name}"] = sum(every) / len(every)
         found[f"live_cache_{name}"] = sum(kept) / len(kept)
     return found
-
-
-def _largest(heads: list[float], kv_heads: int) -> list[float]:
-    """The largest share of each kv head's query heads."""
-    group = max(1, len(heads) // kv_heads)
-    return [max(heads[start : start + group]) for start in range(0, len(heads), group)]

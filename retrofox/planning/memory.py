@@ -18,7 +18,7 @@ import fnmatch
 from typing import NamedTuple
 
 from retrofox.config import Recipe, Stage, TaughtStage
-from retrofox.planning.shape import Shape
+from retrofox.planning.shape import Shape, products
 from retrofox.planning.steps import STATE_BYTES, tokens_per_step
 
 NF4_BYTES = 0.52
@@ -111,7 +111,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     if lora is None:
         weights = 4.0 * shape.parameters
     else:
-        packed = shape.layers * _products(shape) if lora.quantize else 0
+        packed = shape.layers * products(shape.matrices) if lora.quantize else 0
         weights = number * (shape.base - packed) + NF4_BYTES * packed + 4.0 * (trained + shape.added)
     gradients, buckets = 4.0 * trained / on.shards, 4.0 * trained if on.gpus > 1 and on.shards == 1 else 0.0
     optimizer = float(STATE_BYTES.get(recipe.optim, 8)) * trained / on.shards
@@ -160,10 +160,6 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     )
     peak = max(({**shared, **parts} for parts in moments), key=lambda parts: sum(parts.values()))
     return {part: peak.get(part, 0.0) for part in PARTS}
-
-
-def _products(shape: Shape) -> int:
-    return sum(inputs * outputs for inputs, outputs in shape.matrices.values())
 
 
 def _layer(shape: Shape, stage: Stage, tokens: int, number: int, adapts: bool) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of, trained_length
 from retrofox.planning.memory import Setting, memory
-from retrofox.planning.plan import changes_that_fit, longest_row
+from retrofox.planning.plan import SWITCHES, changes_that_fit, longest_row
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import count_steps
 from retrofox.support.counts import size
@@ -27,7 +27,6 @@ LORA_RATES = ((0.3e9, 1e-3), (float("inf"), 2e-4))
 """(parameters up to which, learning rate): those of the shipped recipes; beyond SmolLM2-135M not tried."""
 MARGIN = 0.92
 """Of a device's memory that a new recipe may take: the plan is within a few percent of what is measured."""
-SMALLEST: dict[str, Any] = {"gradient_checkpointing": "full", "tiled_mlp": "auto", "offload_activations": True}
 GATES: dict[str, Any] = {"init": "measured", "half_life": [16, 512], "gate_heads": "kv", "horizon": 8}
 OPEN_SHARE = 0.1
 """Of the kv heads, those that start open. Both as in smollm2-stretch."""
@@ -70,7 +69,7 @@ def new_recipe(
     choice = next(_choices(values, shape, room, gpus, adapters), None)
     if choice is None:
         smallest = validate({**values, "lora": {"rank": 16, "quantize": "nf4"}})
-        stage = smallest.stages[0].model_copy(update=SMALLEST)
+        stage = smallest.stages[0].model_copy(update=SWITCHES)
         longest = longest_row(shape, smallest, stage, room, Setting(gpus, "ddp", on.gpu))
         way = f"give --length {longest} or less" if longest else "take a larger GPU"
         raise ValueError(

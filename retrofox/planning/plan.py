@@ -5,7 +5,6 @@ From the recipe and the model's config.json alone, within seconds for any size: 
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import shutil
@@ -18,7 +17,7 @@ from retrofox.config.shipped import shipped
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of, trained_length
-from retrofox.planning.memory import Setting, adapter_parameters, cpu_memory, memory, trained_parameters
+from retrofox.planning.memory import Setting, cpu_memory, memory, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.support.counts import size
@@ -142,7 +141,6 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         "groups": [
             {"role": role, "learning_rate": stage.rate(role), "parameters": count} for role, count in trained.items()
         ],
-        "adapter_parameters": 0 if recipe.lora is None else sum(adapter_parameters(shape, recipe).values()),
         "memory_gb": {part: amount / 1e9 for part, amount in memory(shape, recipe, stage, setting).items()},
         "cpu_memory_gb": {
             part: amount / 1e9 for part, amount in cpu_memory(shape, recipe, stage, setting).items() if amount
@@ -238,7 +236,7 @@ def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
 def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:
     """Bytes / 1e9: the checkpoints that every stage keeps and the one being written, the converted model, the results.
 
-    total is their sum; one_checkpoint (of the stage with the largest) a part of it.
+    one_checkpoint, of the stage with the largest, is a part of the total.
     """
     per_state, keep, lora = STATE_BYTES.get(recipe.optim, 8), recipe.checkpoint.keep, recipe.lora is not None
     trained = [sum(group["parameters"] for group in stage["groups"]) for stage in stages]
@@ -251,12 +249,9 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
     models = [4 * (count if lora else parameters) for count in trained[:-1]]
     models += [stored * parameters for stage in recipe.stages if stage.objective == "adapt"]
     models += [stored * (count if lora else parameters) for count in trained[-1:]]
-    parts = {
-        "checkpoints": (sum(map(operator.mul, sizes, counts)) + max(sizes, default=0)) / 1e9,
-        "converted": (4 * parameters / 1e9) if recipe.fox is not None else 0.0,
-        "models": sum(models) / 1e9,
-    }
-    return {**parts, "total": math.fsum(parts.values()), "one_checkpoint": max(sizes, default=0) / 1e9}
+    largest, converted = max(sizes, default=0), 4 * parameters if recipe.fox is not None else 0
+    total = sum(map(operator.mul, sizes, counts)) + largest + converted + sum(models)
+    return {"total": total / 1e9, "one_checkpoint": largest / 1e9}
 
 
 def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:

@@ -26,8 +26,8 @@ def print_plan(report: dict[str, Any]) -> None:
         f"{report['devices']} x {escape(report['device'])} with {report['device_memory_gb']:.0f} GB{sharding}"
     )
     disk = report["disk_gb"]
-    parts = ", ".join(f"{k} {size(1e9 * v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))
-    say(f"disk: {size(1e9 * disk['total'])} at most ({parts}) of {size(1e9 * report['disk_free_gb'])} free")
+    each = size(1e9 * disk["one_checkpoint"])
+    say(f"disk: {size(1e9 * disk['total'])} at most, {each} a checkpoint, of {size(1e9 * report['disk_free_gb'])} free")
     for number, stage in enumerate(report["stages"]):
         console.print(_table(f"stage {number}: {stage['objective']}", stage))
     if report["dollars"]:
@@ -46,8 +46,6 @@ def _table(title: str, stage: dict[str, Any]) -> Table:
     )
     for group in stage["groups"]:
         table.add_row(group["role"], f"{group['parameters']:,} parameters at {group['learning_rate']:g}")
-    if stage["adapter_parameters"]:
-        table.add_row("adapters", f"{stage['adapter_parameters']:,} of the parameters above")
     for part, gigabytes in stage["memory_gb"].items():
         if gigabytes:
             table.add_row(part, size(1e9 * gigabytes))

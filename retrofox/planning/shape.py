@@ -150,7 +150,7 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
     qkv_biased = all_biased if family.qkv_bias is None else config.get("attention_bias", family.qkv_bias)
     if family.qkv_bias is not None:
         all_biased = bool(config.get("attention_out_bias"))
-    attention = _products(projections) + qkv_biased * (queries + 2 * keys) + all_biased * hidden
+    attention = products(projections) + qkv_biased * (queries + 2 * keys) + all_biased * hidden
     if family.qk_norm == "head":
         attention += 2 * head_dim
     elif family.qk_norm == "hidden":
@@ -178,7 +178,7 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
         base=layers * (attention + mlp + family.norms * hidden) + embedding + head + family.last_norm * hidden,
         attention=attention,
         in_layer=attention + mlp,
-        used=_products(projections) + used,
+        used=products(projections) + used,
         embedding=embedding,
         head=head,
         gates=gates,
@@ -187,7 +187,8 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
     )
 
 
-def _products(matrices: dict[str, tuple[int, int]]) -> int:
+def products(matrices: dict[str, tuple[int, int]]) -> int:
+    """Parameters of matrices, (inputs, outputs) each."""
     return sum(inputs * outputs for inputs, outputs in matrices.values())
 
 

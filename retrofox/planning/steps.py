@@ -37,14 +37,12 @@ def stage_rows(recipe: Recipe, batch_tokens: Sequence[int], number: int) -> rang
     Args:
         batch_tokens: tokens per optimizer step, of each stage.
     """
-
-    def count(stage: Stage, tokens: int) -> int:
-        return count_steps(stage, tokens) * tokens // stage.sequence_length
-
     length = recipe.stages[number].sequence_length
-    before = zip(recipe.stages[:number], batch_tokens, strict=False)
-    first = sum(count(stage, tokens) for stage, tokens in before if stage.sequence_length == length)
-    return range(first, first + count(recipe.stages[number], batch_tokens[number]))
+    first = rows = 0
+    for stage, tokens in zip(recipe.stages[: number + 1], batch_tokens, strict=False):
+        if stage.sequence_length == length:
+            first, rows = first + rows, count_steps(stage, tokens) * tokens // length
+    return range(first, first + rows)
 
 
 def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:

@@ -196,20 +196,6 @@ def test_packed_conversations_do_not_see_each_other(talks, pico_llama):
     torch.testing.assert_close(one[:, first:], two[:, first:], atol=0, rtol=0)
 
 
-def test_conversations_are_mixed_with_books_by_weight(tmp_path, chat_tokenizer, make_text):
-    book = tmp_path / "book.txt"
-    book.write_text(make_text(0, 3000))
-    sources = [Source(path=str(book), weight=3.0), Source(path=str(write(TALKS, tmp_path / "a.jsonl")), chat=True)]
-    manifest = prepare_sources(sources, chat_tokenizer(CHATML), tmp_path / "out", progress=False)
-    dataset = PackedDataset(manifest, sequence_length=64)
-    drawn = dataset.order.take(torch.arange(4096).numpy())
-    tokens = {0: 0, 1: 0}
-    for number in drawn.tolist():
-        item = dataset[number]
-        tokens[int(number >= dataset.offsets[1])] += int((item["input_ids"] != dataset.filler).sum())
-    assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.1)
-
-
 def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
     file = write(TALKS, tmp_path / "a.jsonl")
     keys = {

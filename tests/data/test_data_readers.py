@@ -142,17 +142,6 @@ def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer, make_text, pre
         prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
 
 
-def test_parquet_columns_of_every_kind_of_text(tmp_path, tokenizer, prepared):
-    text = pa.array(["a key", "the fox", None])
-    for number, column in enumerate((text, text.cast(pa.large_string()), text.dictionary_encode())):
-        path = tmp_path / f"{number}.parquet"
-        pq.write_table(pa.table({"text": column}), path)
-        assert prepared([path], tokenizer, tmp_path / "out").documents == 2
-    pq.write_table(pa.table({"text": [["a"], ["b"]]}), path)
-    with pytest.raises(ValueError, match="field 'text' must hold text, got list: set text_field"):
-        prepared([path], tokenizer, tmp_path / "out")
-
-
 def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, tokenizer, prepared):
     folder = texts[0].parent
     (tmp_path / "elsewhere").mkdir()

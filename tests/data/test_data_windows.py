@@ -118,6 +118,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
 
 def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
     tokenizer.save_pretrained(tmp_path / "tok")
+    texts[0].write_text("the fox</s> forgets")
     (tmp_path / "tok" / "config.json").write_text('{"model_type": "llama"}')
     recipe = validate(
         {
@@ -127,6 +128,7 @@ def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
                 "train": [str(texts[0]), {"path": str(texts[4]), "weight": 3.0}],
                 "eval": [str(texts[2])],
                 "tokenizer": str(tmp_path / "tok"),
+                "split_special_tokens": False,
                 "cache": str(tmp_path / "cache"),
             },
             "stages": [{"objective": "extend", "tokens": 1024, "sequence_length": 32}],
@@ -134,6 +136,8 @@ def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
     )
     report = prepare(recipe, progress=False)
     assert report["train"]["documents"] == 2
+    assert report["train"]["sources"][0]["special_tokens_spelled_out"] == 1
+    assert report["train"]["sources"][0]["tokens"] == len(expected("the fox</s> forgets", tokenizer))
     assert report["eval"]["tokens"] == len(expected(texts[2].read_text(), tokenizer))
     assert 0 < report["train"]["windows"]["32"]["fill"] <= 1
     assert report == json.loads(json.dumps(report))

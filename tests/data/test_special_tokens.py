@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.config import Recipe, Source
-from retrofox.data.encode import Encoder
+from retrofox.config import Source
 from retrofox.data.packed import open_tokens
-from retrofox.data.prepare import prepare
 from retrofox.data.shards import prepare_sources
 
 TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
@@ -48,22 +46,3 @@ def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards
         assert f"a.txt: its texts spell out special tokens, such as </s>, 3 times: read as {read}" in (
             capsys.readouterr().err
         )
-
-
-def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
-    encoder = Encoder(tokenizer)
-    encoder.fast = None
-    assert SPECIAL.isdisjoint(encoder.encode([TEXT])[0].tolist()[:-1])
-
-
-def test_a_recipe_says_how_special_tokens_are_read(file, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    recipe = {
-        "model": str(tmp_path / "tokenizer"),
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(file)], "cache": str(tmp_path / "out"), "split_special_tokens": False},
-        "stages": [{"objective": "extend", "tokens": 100, "batch_tokens": 64, "sequence_length": 16}],
-    }
-    (source,) = prepare(Recipe.model_validate(recipe), progress=False)["train"]["sources"]
-    assert source["special_tokens_spelled_out"] == 3
-    assert source["tokens"] == len(tokenizer(TEXT)["input_ids"])

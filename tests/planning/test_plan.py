@@ -106,12 +106,6 @@ def test_shipped_recipes_that_fit_are_named(recipe_of):
     assert "llama-3.1-8b" in set(large) - set(small)
 
 
-def test_a_batch_that_does_not_divide_is_refused(recipe_of):
-    report = plan(recipe_of(stage={"batch_tokens": 24576}), H100, gpus=2)
-    (refusal,) = report["refusals"]
-    assert refusal.startswith("stages.0: batch_tokens = 24576 must be a multiple of")
-
-
 def test_a_disk_that_is_too_small_is_refused_only_where_the_run_would_be(recipe_of, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
     assert plan(recipe_of(), H100)["refusals"] == []
@@ -126,11 +120,11 @@ def test_disk_is_what_all_stages_leave(recipe_of):
     parameters = report["parameters"] / 1e9
     disk = report["disk_gb"]
     assert disk["one_checkpoint"] == pytest.approx((4 + 8) * parameters)
-    assert disk["checkpoints"] == pytest.approx((2 + 1 + 1) * (4 + 8) * parameters)  # and the one being written
-    assert disk["models"] == pytest.approx(2 * 4 * parameters)
+    kept = 2 + 1 + 1  # and the one being written
+    assert disk["total"] == pytest.approx((kept * (4 + 8) + 4 + 2 * 4) * parameters)  # converted, and two models
     adapted = plan(recipe_of(lora={"rank": 2}, optim="sgd"), H100)
     trained = sum(group["parameters"] for group in adapted["stages"][0]["groups"]) / 1e9
-    assert adapted["disk_gb"]["one_checkpoint"] == adapted["disk_gb"]["models"] == pytest.approx(4 * trained)
+    assert adapted["disk_gb"]["one_checkpoint"] == pytest.approx(4 * trained)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -143,11 +137,3 @@ def test_the_command_prints_it_and_fails_where_it_refuses(recipe_of, run, tmp_pa
     code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--gpus", "3", *options)
     assert code == 2
     assert "batch_tokens" in (json.loads(shown)["refusals"][0] if as_json else shown)
-
-
-@pytest.mark.parametrize("wrong", [["--gpu", "h900"], ["--sharding", "fsdp1"], ["--memory", "much"]])
-def test_options_that_can_not_be_read_are_refused(recipe_of, run, tmp_path, wrong):
-    (tmp_path / "recipe.yaml").write_text(dump(recipe_of()))
-    code, _, said = run("plan", tmp_path / "recipe.yaml", *wrong)
-    assert code == 2
-    assert wrong[1] in said
