@@ -41,9 +41,8 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    trains_new: ClassVar[bool] = True
     trains_pretrained: ClassVar[bool] = True
-    """Which parts a stage trains unless its rates say otherwise."""
+    """Whether a stage trains the pretrained parts unless its rates say otherwise."""
     without: ClassVar[tuple[str, ...]] = ()
     why_without: ClassVar[str] = ""
     """Roles that an objective can't train, and why."""
@@ -97,7 +96,7 @@ class Stage(Section):
     @classmethod
     def _filled(cls, rates: Rates, info: ValidationInfo) -> Rates:
         rate = info.data.get("learning_rate", 0.0)
-        new = float(f"{GATE_RATE_FACTOR * rate:.12g}") if cls.trains_new else 0.0
+        new = float(f"{GATE_RATE_FACTOR * rate:.12g}") if "gate_bias" not in cls.without else 0.0
         pretrained = rate if cls.trains_pretrained else 0.0
         defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
         return rates.model_copy(update=defaults | rates.model_dump(exclude_none=True))
@@ -159,7 +158,6 @@ class BudgetedStage(Stage):
 class AdaptStage(Stage):
     """The original itself learns the texts, before all other stages."""
 
-    trains_new = False
     without = ("gate_bias", "gate_weight", "pro")
     why_without = "trains the original, which has neither gates nor Pro parts"
     objective: Literal["adapt"]

@@ -29,6 +29,8 @@ ROW_BYTES = 1 << 16
 """Guess of a row's size before it is fetched: only the progress bar shows it."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that tell a directory written by `datasets`' save_to_disk."""
+Text = str | os.PathLike[str] | Source
+"""Where text comes from: a file, directory or glob, "hf:...", or a source of them."""
 _SLICE = re.compile(r"(\w+)\[([\d_]*):([\d_]+)\]")
 
 
@@ -37,6 +39,11 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
     if isinstance(data, (str, os.PathLike)):
         return [str(data)]
     return [str(path) for path in data or ()]
+
+
+def as_source(text: Text) -> Source:
+    """A source, of its path where that is given."""
+    return text if isinstance(text, Source) else Source(path=os.fspath(text))
 
 
 def resolve(source: Source) -> list[Unit]:

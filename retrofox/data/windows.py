@@ -9,28 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.config import Source
 from retrofox.data.encode import Encoder, Reading
 from retrofox.data.read import batches
-from retrofox.data.sources import listed, resolve
+from retrofox.data.sources import Text, as_source, listed, resolve
 
 
-def documents(
-    sources: Sequence[Source | str | os.PathLike[str]],
-    tokenizer: Any,
-    *,
-    text_field: str = "text",
-) -> Iterator[tuple[str, np.ndarray]]:
+def documents(sources: Sequence[Text], tokenizer: Any, *, text_field: str = "text") -> Iterator[tuple[str, np.ndarray]]:
     """Whole documents for evaluation, one after the other: (name, tokens int32), as training sees them (EOS last).
 
     Args:
-        sources: paths as in `data_sources.resolve`, or sources.
+        sources: paths as in `data.sources.resolve`, or sources.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_sources`.
     """
     for source in sources:
-        given = Source(path=os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        given = as_source(source)
         reading = Reading.of(given, text_field)
         encode = Encoder(tokenizer, reading)
         for unit in resolve(given):
@@ -89,9 +83,9 @@ class Window:
     name: str = ""
 
 
-def require_files(sources: Sequence[Source | str | os.PathLike[str]]) -> None:
+def require_files(sources: Sequence[Text]) -> None:
     """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
     for source in sources:
-        given = Source(path=os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        given = as_source(source)
         if not given.path.startswith("hf:"):
             resolve(given)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from retrofox.config import Source
+from retrofox.data.sources import Text, as_source
 from retrofox.data.windows import documents
-
-Text = str | os.PathLike[str] | Source
-"""Where text comes from: a file, directory or glob, "hf:...", or a source of them."""
 
 TOKENS_READ = 1 << 21
 """Most tokens read of the sources together: a few seconds of tokenising."""
-
-
-def _source(text: Text) -> Source:
-    return Source(path=os.fspath(text)) if isinstance(text, str | os.PathLike) else text
 
 
 def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
@@ -36,7 +28,7 @@ def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
             "measuring heads on text needs a tokenizer, and the model has none: put its files beside the model"
         )
     found: list[np.ndarray] = []
-    sources = [_source(file) for file in files]
+    sources = [as_source(file) for file in files]
     weights = sum(source.weight for source in sources)
     for source in sources:
         left = max(1, int(TOKENS_READ * source.weight / weights))
