@@ -44,7 +44,7 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path):
     found = refusals(data=data)
     assert [text.split(":")[0] for text in found[:2]] == [
         f"no data at {tmp_path / 'nowhere.txt'}",
-        f"no file matches {tmp_path / '*.none'}",
+        f"no data at {tmp_path / '*.none'}",
     ]
     assert len(found) == 3
     assert "tokenizer" in found[2]
