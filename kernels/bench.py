@@ -171,8 +171,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--seconds and --budget-ms must be positive")
     if arguments.resume and not arguments.out:
         parser.error("--resume needs --out, the file to go on with")
-    if arguments.out and Path(arguments.out).is_dir():
-        parser.error(f"--out {arguments.out} is a directory: give a file's path")
     if arguments.official and not Path(arguments.official).is_file():
         parser.error(f"--official {arguments.official}: no such file")
     return arguments

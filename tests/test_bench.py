@@ -54,26 +54,8 @@ def test_flops_count_the_causal_pairs_that_are_asked_for():
     assert p._replace(document=2048).forward_flops == p.forward_flops / 4
 
 
-def test_plan_covers_every_shape_gate_and_peer():
-    plan = tasks(official=True, fla=True)
-    assert [*dict.fromkeys(t.stage for t in plan)] == list(STAGES)
-    table = {t.problem: t.contenders for t in plan if t.stage == "table"}
-    assert set(table) == set(TABLE)
-    measured = {*bench_problems.DENSE, bench_problems.UNORDERED, *bench_problems.SPARSE}
-    assert all(measured == set(names) for names in table.values())
-    extras = [t.problem for t in plan if t.stage == "extras" and isinstance(t.problem, Problem)]
-    assert {p.D for p in extras} == {64, 80, 96, 128, 256}
-    assert {p.gates for p in extras} == {"open", "mixed", "short"}
-    assert any(p.document for p in extras)
-    opened = {t.problem._replace(gates="short"): t.contenders for t in plan if t.problem.gates == "open"}
-    assert all({"ours", bench_problems.HORIZON} <= set(opened[p]) for p in TABLE)
-    assert {(p.batch, p.T) for p in DECODE} >= {(b, T) for b in (1, 16) for T in (4096, 32768, 131072)}
-    errors = {(t.problem.D, t.problem.gates) for t in plan if t.stage == "errors"}
-    assert errors == {(D, g) for D in (64, 128) for g in ("open", "mixed", "short")}
-    assert "FlexAttention" in plan[-1].contenders
-
-
-def test_plan_leaves_out_the_peers_that_are_missing():
+def test_plan_has_every_stage_and_leaves_out_the_peers_that_are_missing():
+    assert [*dict.fromkeys(t.stage for t in tasks(official=True, fla=True))] == list(STAGES)
     names = {n for t in tasks(official=False, fla=False) for n in t.contenders}
     assert "ours" in names
     assert not any(n.startswith(("official", "fla")) for n in names)
@@ -208,17 +190,7 @@ def test_an_official_file_that_is_none_is_refused_before_anything_compiles(name,
         bench.run(bench.parse(["--official", str(tmp_path / name)]), [])
 
 
-def test_a_result_with_a_row_cut_short_is_refused():
-    result = synthetic()
-    assert bench_report.check(result) is result
-    del result["rows"][3]["total_ms"]
-    with pytest.raises(ValueError, match=r"rows\.total_ms"):
-        bench_report.check(result)
-    with pytest.raises(ValueError, match="unknown contenders"):
-        bench_report.check({**synthetic(), "rows": [{**synthetic()["rows"][0], "contender": "them"}]})
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"rows": [{"contender": "them"}]}'])
+@pytest.mark.parametrize("content", ["[]", "no json", '{"rows": []}'])
 def test_a_file_that_is_no_result_is_refused(content, tmp_path, capsys):
     path = tmp_path / "x.json"
     path.write_text(content)

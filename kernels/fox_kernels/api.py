@@ -23,7 +23,7 @@ _announced: set[tuple[str, str]] = set()
 def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels (Gluon) can't run a problem that the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
-        return "the GPU is not a Hopper (compute capability 9.0)"
+        return "the GPU is not a Hopper (compute capability 9.0); on others the kernels were compiled, not run"
     from .hopper.forward import unsupported
 
     return unsupported(q, k, v, options)
