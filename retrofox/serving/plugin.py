@@ -45,7 +45,10 @@ def check(vllm_config: Any) -> None:
     """Raises ValueError where a converted model can't run under this configuration of vLLM."""
     model = vllm_config.model_config
     config, spec = model.hf_config, FoxSpec.from_dict(model.hf_config.fox)
-    why = wrong_vllm() or refusal(config.model_type.removeprefix("fox_"), spec, current_platform.is_cuda())
+    cuda = current_platform.is_cuda()
+    why = wrong_vllm() or refusal(config.model_type.removeprefix("fox_"), spec, paged=cuda)
     why = why or settings_refusal(vllm_config) or rope_refusal(config, spec)
+    if not (cuda or current_platform.is_cpu()):
+        why = why or "gates are served on NVIDIA GPUs and CPUs only"
     if why is not None:
         raise ValueError(f"retrofox can't serve {model.model}: {why}")

@@ -40,8 +40,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
     """
     config = get_current_vllm_config()
     chosen, paged = native.attn_backend, current_platform.is_cuda()
-    known = BACKENDS if paged else BACKENDS[:1]
-    if chosen.get_name() not in known or chosen.forward_includes_kv_cache_update:
+    if chosen.get_name() not in BACKENDS or chosen.forward_includes_kv_cache_update:
         raise ValueError(
             f"the attention backend {chosen.get_name()} keeps its cache in a way that the gates don't know: add "
             "--attention-backend FLASH_ATTN or TRITON_ATTN"

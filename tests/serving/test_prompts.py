@@ -140,19 +140,6 @@ def test_a_prefix_that_another_request_writes_in_the_same_step_is_found_and_its_
     )
 
 
-def test_a_prompt_one_token_behind_a_page_that_another_decodes_into_goes_on_from_it():
-    """The first request decodes the last token of its second page; the second's prompt is these two and one more."""
-    table = torch.tensor([[3, 5, 0], [3, 5, 7]], dtype=torch.int32)
-    starts, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([2 * PAGE, 2 * PAGE + 1]).int()
-    links = find_links(starts, lengths, table, torch.tensor([5 * PAGE + PAGE - 1, 7 * PAGE]), PAGE)
-    assert links.token.tolist() == [-1, 0]
-    assert links.request[1] == 0
-    log_f = -torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(0)).double()
-    before = torch.tensor([-7.0, 0.0]).double()[:, None, None].expand(2, 1, 3)  # the second's is not written yet
-    c, _ = running_sum(log_f, starts, lengths, before, links)
-    torch.testing.assert_close(c, torch.stack([log_f[0] - 7, log_f[0] - 7 + log_f[1]]))
-
-
 def test_a_prompt_that_goes_on_from_one_that_goes_on_from_another_counts_all_of_them():
     """Five requests of two new tokens, each behind the one before: the gates of all add up."""
     log_f = -torch.rand(10, 1, 3, generator=torch.Generator().manual_seed(0)).double()

@@ -50,14 +50,8 @@ def test_what_a_gpu_serves_is_what_retrofox_computes(monkeypatch, tmp_path, stir
     """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    config: dict[str, Any] = {
-        **WIDE,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": 300,
-    }
-    config |= {"intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
+    config: dict[str, Any] = {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config |= {"vocab_size": 300, "intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
     stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
