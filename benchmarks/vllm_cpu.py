@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ def make(case: Case, out: Path) -> None:
         r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["forget_gate"], init_lora_weights=False
     )
     get_peft_model(retrofox.load(whole), lora).save_pretrained(str(adapter))
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier run, which `merge` would not write over
     merge(adapter, out)
 
 
