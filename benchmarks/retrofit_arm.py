@@ -34,7 +34,7 @@ def parts(options: argparse.Namespace) -> list[dict[str, list[str]]]:
     }
     if options.tasks:
         names = ",".join(sorted(f"local_{path.stem}" for path in options.tasks.glob("*.yaml")))
-        where = ["--data", str(options.haystack), "--length", "512", *plain, "--no-cache"]
+        where = ["--data", str(options.haystack), "--length", "512", *plain]
         second["tasks"] = ["eval", *where, "--include-path", str(options.tasks), "--tasks", names]
     return [first, second]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, look, task_names
-from retrofox.cli.tokens import METAVAR, batch, count
+from retrofox.cli.tokens import METAVAR, count
 from retrofox.support.counts import ALLOWED
 
 
@@ -30,7 +30,6 @@ def evaluate(
     min_tokens: Annotated[
         int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
     ] = 2,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
     baseline: Baselines = None,
@@ -42,16 +41,6 @@ def evaluate(
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
-    task_batch: Annotated[
-        Any, typer.Option(parser=batch, metavar="N", help="lm-eval: requests per batch; auto: by tokens.")
-    ] = "auto",
-    task_cache: Annotated[
-        Path | None,
-        typer.Option(help="lm-eval: folder of finished tasks; by default in the cache folder, in retrofox/tasks."),
-    ] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")
-    ] = True,
     context: Annotated[
         int, typer.Option(help="Processes that share each window, launched as many (torchrun): for long ones.")
     ] = 1,
@@ -80,16 +69,12 @@ def evaluate(
             max_documents=max_documents,
             windows=windows or None,
             min_tokens=min_tokens,
-            batch=batch,
             controls=controls,
             text_field=text_field,
             baselines=baseline or [],
             tasks=names,
             include_path=include_path,
             limit=limit,
-            task_batch=task_batch,
-            task_cache_folder=task_cache,
-            cache=cache,
             context=context,
             device=device,
             dtype=dtype,
@@ -117,9 +102,6 @@ def needle(
         int, typer.Option(min=1, metavar="N", help="Prompts per length and depth, each of another text.")
     ] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    prompts: Annotated[
-        Any, typer.Option("--batch", parser=batch, metavar="N", help="Prompts per batch; auto: by length.")
-    ] = "auto",
     baseline: Baselines = None,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
@@ -154,7 +136,7 @@ def needle(
     from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
-    options |= {"batch": prompts, "text_field": text_field, "baselines": baseline or []}
+    options |= {"text_field": text_field, "baselines": baseline or []}
     with trusting_code(trust_remote_code):
         run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 

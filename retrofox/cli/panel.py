@@ -21,7 +21,7 @@ def panel(
             "for each kind, in place of those that are shipped. Repeatable."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON; finished kinds are kept there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter rows, fewer tokens: for a CPU.")] = False,
     length: Annotated[
         int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of a row (8Ki; quick: 2Ki).")

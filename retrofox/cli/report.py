@@ -32,7 +32,6 @@ def report(
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
-    task_cache: Annotated[Path | None, typer.Option(help="lm-eval: folder of finished tasks.")] = None,
     text_field: TextField = "text",
     name: Annotated[str | None, typer.Option(help="What the page calls the model; by default its directory.")] = None,
     device: Device = None,
@@ -54,6 +53,6 @@ def report(
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
     options |= {"baselines": baseline or [], "tasks": names}
-    options |= {"name": name, "include_path": include_path, "limit": limit, "task_cache_folder": task_cache}
+    options |= {"name": name, "include_path": include_path, "limit": limit}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

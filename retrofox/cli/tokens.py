@@ -1,4 +1,4 @@
-"""Numbers of options: tokens, 512Ki, 20M and 65536 alike; rows of a batch. Importing it imports no torch."""
+"""Numbers of options: tokens, 512Ki, 20M and 65536 alike. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,3 @@ def count(text: str | int) -> int:
     if not isinstance(number, int) or number < 1:
         raise typer.BadParameter(f"got {str(text)!r}: give {ALLOWED}, 1 or more")
     return number
-
-
-def batch(text: str | int) -> int | str:
-    """Rows per batch from the command line: a number, 1 or more, or "auto"."""
-    if text == "auto" or (str(text).isdecimal() and int(text) > 0):
-        return text if text == "auto" else int(text)
-    raise typer.BadParameter(f"got {str(text)!r}: give a number, 1 or more, or auto")

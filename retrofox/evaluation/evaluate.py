@@ -18,11 +18,12 @@ import torch
 from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation import loss_report, shared_context, task_cache
+from retrofox.evaluation import loss_report, shared_context
 from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import check_comparison, columns, listed_models, of_run
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
+from retrofox.evaluation.task_names import refuse_without_tasks
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
@@ -45,16 +46,12 @@ class EvalOptions:
         windows: windows of `length` tokens per document, each read without the text before it; None = all.
         min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
             documents.
-        batch: windows run at one time.
         controls: False skips the two control runs.
         text_field: field of JSON records that holds the text.
         baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
             "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
         tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
             `include_path` and `limit` examples each; with tasks, `data` may be empty.
-        task_batch: requests of lm-eval run at one time; "auto" = as many as a fixed number of tokens holds.
-        task_cache_folder: where results of tasks are kept, by model, prompts and versions, and an interrupted run goes
-            on; None = $XDG_CACHE_HOME/retrofox/tasks. `cache=False` neither reads nor writes any.
         context: processes that share each window, launched as many; the first prints and writes.
         dtype, device: as `open_model` takes them.
     """
@@ -63,16 +60,12 @@ class EvalOptions:
     max_documents: int | None = None
     windows: int | None = 1
     min_tokens: int = 2
-    batch: int = 1
     controls: bool = True
     text_field: str = "text"
     baselines: Sequence[str | Baseline] = ()
     tasks: Sequence[str] = ()
     include_path: str | None = None
     limit: int | None = None
-    task_batch: int | str = "auto"
-    task_cache_folder: str | os.PathLike | None = None
-    cache: bool = True
     context: int = 1
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None
@@ -81,16 +74,9 @@ class EvalOptions:
         require_at_least(2, length=self.length)
         if not 2 <= self.min_tokens <= self.length:
             raise ValueError(f"min_tokens must lie between 2 and the length, {self.length}; got {self.min_tokens}")
-        names = ("windows", "batch", "max_documents", "limit", "context")
+        names = ("windows", "max_documents", "limit", "context")
         require_at_least(1, **{name: getattr(self, name) for name in names})
-        of_tasks = (self.include_path, self.limit, self.task_cache_folder)
-        if not self.tasks and (any(value is not None for value in of_tasks) or self.task_batch != "auto"):
-            raise ValueError(
-                "include_path, limit, task_batch and task_cache_folder say how lm-eval tasks run: name tasks, or drop "
-                "them"
-            )
-        if self.task_batch != "auto" and not (isinstance(self.task_batch, int) and self.task_batch >= 1):
-            raise ValueError(f"task_batch must be 'auto' or a number of requests, 1 or more; got {self.task_batch!r}")
+        refuse_without_tasks(self.tasks, include_path=self.include_path, limit=self.limit)
 
 
 def evaluate(
@@ -135,14 +121,14 @@ def evaluate(
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     device = asked.device
     if asked.context > 1:
-        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks, "batch": asked.batch > 1}
+        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks}
         device = shared_context.join(asked.context, **alone, device=device)
         progress = progress and shared_context.is_first()
     started = time.time()
     found = None
     if asked.tasks:
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
-        found = find_tasks(asked.tasks, asked.include_path, limit=asked.limit, length=length, tokenizer=name)
+        found = find_tasks(asked.tasks, asked.include_path, length=length, tokenizer=name)
     place: dict[str, Any] = {"dtype": asked.dtype, "device": device}
     given = {"baselines": asked.baselines, "tokenizer": tokenizer}
     wanted, tokenizer = check_comparison(model, others, sources, out, **given, **place)
@@ -165,10 +151,7 @@ def evaluate(
                 result["lines"].append(line)
                 losses[line["key"]] = values
         if found is not None:
-            folder = asked.task_cache_folder or task_cache.default_folder()
-            kept = Path(folder) if asked.cache else None
-            batch = asked.task_batch
-            scores[key] = run_tasks(opened, found, max_length=length, batch=batch, cache=kept, progress=progress)
+            scores[key] = run_tasks(opened, found, max_length=length, limit=asked.limit, progress=progress)
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
     if shared_context.is_first():
@@ -244,7 +227,7 @@ def _run(
                 bar.advance(task, tokens)
 
             if shared is None:
-                values = window_losses(opened.model, chosen, asked.batch, advance)
+                values = window_losses(opened.model, chosen, advance)
             else:
                 values = shared.of_windows(chosen, advance)
         seconds = time.perf_counter() - started

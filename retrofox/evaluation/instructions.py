@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrofox.evaluation import task_cache
 from retrofox.evaluation.checkable import Check, checkable_prompts
 from retrofox.evaluation.panel_texts import SHIPPED
 from retrofox.evaluation.statistics import mean_over_documents, paired_difference, wilson_interval
@@ -23,7 +21,6 @@ from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import progress_bar
-from retrofox.version import __version__
 
 BATCH = {"cpu": 1, "cuda": 32}
 """Prompts that are answered at one time."""
@@ -62,29 +59,17 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
 
 
 def answer(
-    opened: LoadedModel,
-    prompts: Sequence[ChatPrompt],
-    max_new_tokens: int,
-    cache: Path | None,
-    progress: bool = True,
+    opened: LoadedModel, prompts: Sequence[ChatPrompt], max_new_tokens: int, progress: bool = True
 ) -> list[list[int]]:
-    """Greedy answers to each prompt, kept in the folder `cache` under the model's fingerprint."""
-    asked = [prompt.token_ids for prompt in prompts]
-    identity = {"prompts": asked, "tokens": max_new_tokens, "retrofox": __version__}
-    if cache is not None:
-        identity["model"] = task_cache.model_fingerprint(opened)
-    entry = task_cache.read(cache, "chat", identity)
-    if entry is not None:
-        return entry["answers"]
+    """Greedy answers to each prompt, as token ids."""
     answers: list[list[int]] = []
     batch = BATCH.get(opened.device.type, BATCH["cpu"])
     with progress_bar("prompts", progress) as bar:
         task = bar.add_task(f"{opened.name} answers", total=len(prompts))
         for start in range(0, len(prompts), batch):
-            some = asked[start : start + batch]
+            some = [prompt.token_ids for prompt in prompts[start : start + batch]]
             answers += complete(opened, some, max_new_tokens)
             bar.advance(task, len(some))
-    task_cache.write(cache, "chat", identity, {"answers": answers})
     return answers
 
 

@@ -45,7 +45,6 @@ def needle(
     *,
     trials: int = 2,
     seed: int = 0,
-    batch: int | str = "auto",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     text_field: str = "text",
@@ -67,7 +66,6 @@ def needle(
         mode: easy, standard, or several of them, or "all".
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
-        batch: prompts run at one time; "auto": as many as a budget of tokens allows.
         baselines: made of the base and asked too, such as "yarn:4" (see `baselines`).
 
     Returns:
@@ -80,7 +78,7 @@ def needle(
     """
     places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
     sources, modes, others = listed(data), _modes(mode), listed_models(against)
-    _check(lengths, places, trials, batch, sources)
+    _check(lengths, places, trials, sources)
     started, place = time.time(), {"dtype": dtype, "device": device}
     wanted, tokenizer = check_comparison(
         model, others, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
@@ -101,7 +99,7 @@ def needle(
     }
     for role, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
         begun = time.perf_counter()
-        answers = _answers(opened, prompts, batch, progress)
+        answers = _answers(opened, prompts, progress)
         result["models"][opened.name] = {
             "source": opened.source,
             "role": role,
@@ -120,12 +118,12 @@ def needle(
     return result
 
 
-def _answers(opened: LoadedModel, prompts: Sequence[Prompt], batch: int | str, progress: bool) -> list[dict[str, Any]]:
+def _answers(opened: LoadedModel, prompts: Sequence[Prompt], progress: bool) -> list[dict[str, Any]]:
     """One record for each prompt, as in needle.csv; the answer is what is emitted up to the first wrong token."""
     texts = [prompt.scored for prompt in prompts]
     with progress_bar("tokens", progress) as bar:
         task = bar.add_task(opened.name, total=sum(text.needed for text in texts))
-        scores = score_tokens(opened.model, texts, batch, lambda tokens: bar.advance(task, tokens))
+        scores = score_tokens(opened.model, texts, lambda tokens: bar.advance(task, tokens))
     answers = []
     for prompt, (loss, best) in zip(prompts, scores, strict=True):
         wrong = np.flatnonzero(best != prompt.answer)
@@ -165,7 +163,7 @@ def _modes(mode: str | Sequence[str]) -> list[str]:
     return list(MODES) if "all" in named else named
 
 
-def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int | str, data: Sequence[Any]) -> None:
+def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, data: Sequence[Any]) -> None:
     if not lengths or any(not 0 < n < 2**31 for n in lengths) or len(set(lengths)) < len(lengths):
         raise ValueError(f"lengths must be different positive numbers of tokens below 2^31, got {list(lengths)}")
     if not depths or any(not 0 <= d <= 1 for d in depths) or len(set(depths)) < len(depths):
@@ -173,7 +171,5 @@ def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, batch: 
             f"depths must be at least 1, or different numbers from 0 (start) to 1 (end); got {list(depths) or 'none'}"
         )
     require_at_least(1, trials=trials)
-    if batch != "auto" and (isinstance(batch, str) or batch < 1):
-        raise ValueError(f"batch must be auto, or a number of prompts of at least 1; got {batch!r}")
     if not data:
         raise ValueError("a needle needs a haystack: give text files as data")

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 
-from retrofox.evaluation import task_cache
 from retrofox.evaluation.compared_models import check_comparison
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
@@ -20,7 +18,6 @@ from retrofox.evaluation.panel_report import print_panel, worst_row
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.report import environment, output_console, progress_bar, write_results
-from retrofox.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,10 +56,9 @@ def panel(
         against: the base.
         data: KIND=PATH words, or {kind: paths}: such a kind replaces the shipped texts of its name. A directory
             instead: each file or folder in it is a kind, and the shipped texts are left out.
-        out: directory for panel.json, and finished kinds in kinds/: an interrupted panel goes on.
+        out: directory for panel.json.
         quick: shorter rows and fewer tokens, for a CPU; `length` and `tokens` (of each kind) override either form.
-        chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat". The
-            base answers once; its answers are kept in the cache folder.
+        chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat".
         only: kinds to measure; all if empty.
 
     Returns:
@@ -91,15 +87,12 @@ def panel(
     instructions = None
     if prompts:
         answer_tokens = QUICK_ANSWER if quick else ANSWER
-        cache = task_cache.default_folder().with_name("chat")
-        own = answer(mine, prompts, answer_tokens, None, progress)
-        theirs = answer(its, prompts, answer_tokens, cache, progress)
+        own, theirs = (answer(opened, prompts, answer_tokens, progress) for opened in (mine, its))
         instructions = compare_answers(mine, its, prompts, own, theirs)
         said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, theirs, strict=True)]
         if not only or "chat" in only:
             rows["chat"] = rows_of(said, length, tokens)
-    kept = None if out is None else Path(out) / "kinds"
-    found = _measure(mine, its, rows, kept, length, progress)
+    found = _measure(mine, its, rows, length, progress)
     result: dict[str, Any] = {
         "model": {"label": mine.name, "source": mine.source},
         "base": {"label": its.name, "source": its.source},
@@ -120,26 +113,17 @@ def panel(
 
 
 def _measure(
-    mine: LoadedModel, its: LoadedModel, rows: dict[str, list[Row]], kept: Path | None, length: int, progress: bool
+    mine: LoadedModel, its: LoadedModel, rows: dict[str, list[Row]], length: int, progress: bool
 ) -> dict[str, Any]:
-    """By kind the summary of its rows; a kind that `kept` holds of the same models and texts is not run again."""
+    """By kind the summary of its rows."""
     trained = getattr(its.model.config, "max_position_embeddings", None)
     spans = [(0, length // 16), (length // 2, length)]
-    models = [] if kept is None else [task_cache.model_fingerprint(opened) for opened in (mine, its)]
-    versions = [__version__, torch.__version__, transformers.__version__]
     found: dict[str, Any] = {}
     with progress_bar("tokens", progress) as bar:
         task = bar.add_task("panel", total=sum(len(row.token_ids) for own in rows.values() for row in own))
         for kind, own in rows.items():
             bar.update(task, description=kind)
-            texts = [[row.token_ids.tolist(), row.document.tolist()] for row in own]
-            identity = {"models": models, "versions": versions, "spans": spans, "texts": task_cache.digest(texts)}
-            identity = {"sha256": task_cache.digest(identity)}
-            entry = task_cache.read(kept, kind, identity)
-            if entry is None:
-                differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
-                entry = {"summary": summarise_rows(own, differences, spans, trained)}
-                task_cache.write(kept, kind, identity, entry)
+            differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
+            found[kind] = summarise_rows(own, differences, spans, trained)
             bar.advance(task, sum(len(row.token_ids) for row in own))
-            found[kind] = entry["summary"]
     return found

@@ -24,11 +24,11 @@ SCALE_BELOW = 4096
 
 
 def window_losses(
-    model: PreTrainedModel, windows: Sequence[Window], batch: int = 1, advance: Callable[[int], Any] | None = None
+    model: PreTrainedModel, windows: Sequence[Window], advance: Callable[[int], Any] | None = None
 ) -> list[np.ndarray]:
     """L(i) of every window, in the order given; each (T_w - 1,) float32. Errors are those of `score_tokens`."""
     texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in windows]
-    return [loss for loss, _ in score_tokens(model, texts, batch, advance)]
+    return [loss for loss, _ in score_tokens(model, texts, advance)]
 
 
 def bucket_edges(length: int, reach: int | None = None) -> list[int]:

@@ -25,11 +25,24 @@ def expand(tasks: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for task in tasks for name in PRESETS.get(task, (task,))))
 
 
+def refuse_without_tasks(tasks: Sequence[str], **options: object) -> None:
+    """Raises ValueError where options say how tasks run, and there are none."""
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given and not tasks:
+        raise ValueError(f"{given} says how lm-eval tasks run: name tasks, or drop it")
+
+
 def refuse_unknown(tasks: Sequence[str], include_path: str | None) -> None:
-    """Raises ValueError for tasks that no YAML file of lm-eval mentions; says nothing where lm-eval is not installed.
+    """Looks for tasks that no YAML file of lm-eval mentions; says nothing where lm-eval is not installed.
 
     It takes half a second, lm-eval's own index ten times as long. Patterns, such as arc_*, are left to the index.
+
+    Raises:
+        FileNotFoundError: `include_path` is not a directory.
+        ValueError: an unknown task.
     """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise FileNotFoundError(f"include_path is not a directory: {include_path}")
     found = find_spec("lm_eval")
     unknown = {name for name in expand(tasks) if not set(name) & set("*?[")}
     if found is None or not unknown:

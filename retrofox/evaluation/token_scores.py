@@ -21,22 +21,18 @@ if TYPE_CHECKING:
 LossAndBest = tuple[np.ndarray, np.ndarray]
 """(P,) float32 losses in nats, (P,) int64 likeliest tokens."""
 BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}
-"""Tokens of a batch where `batch` is "auto"; on a GPU that runs out of memory, less."""
+"""Tokens of a batch; on a GPU that runs out of memory, less."""
 MULTIPLE = 16
 """Rows are padded to a multiple of this on a GPU, so that kernels meet few shapes."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text and the positions (P,), each >= 1, of the tokens to score in it.
-
-    `targets` (P,), if given, are scored in place of the text's own tokens: several may share a position.
-    """
+    """A text and the positions (P,), each >= 1, of the tokens to score in it."""
 
     token_ids: np.ndarray
     positions: np.ndarray
     name: str = "a text"
-    targets: np.ndarray | None = None
 
     @property
     def needed(self) -> int:
@@ -46,23 +42,20 @@ class Scored:
     @property
     def tokens(self) -> np.ndarray:
         """(P,) int64, the tokens to score."""
-        return np.asarray(self.token_ids[self.positions] if self.targets is None else self.targets, np.int64)
+        return np.asarray(self.token_ids[self.positions], np.int64)
 
 
 def score_tokens(
-    model: PreTrainedModel,
-    texts: Sequence[Scored],
-    batch: int | str = "auto",
-    advance: Callable[[int], Any] | None = None,
+    model: PreTrainedModel, texts: Sequence[Scored], advance: Callable[[int], Any] | None = None
 ) -> list[LossAndBest]:
     """Per text (loss, argmax) at each of its positions: -ln p(x_i | x_0 .. x_{i-1}), and the likeliest token there.
 
     Texts of like length share a batch and are padded at the end, out of sight of every real token; those of a model
-    whose RoPE depends on the length share one only where they are equally long. The head is applied to the positions
-    asked for alone, at most LOGIT_BYTES of logits at a time.
+    whose RoPE depends on the length share one only where they are equally long. A batch has as many as BATCH_TOKENS
+    holds, fewer where a GPU's memory is short. The head is applied to the positions asked for alone, at most
+    LOGIT_BYTES of logits at a time.
 
     Args:
-        batch: texts run at one time; "auto": as many as BATCH_TOKENS holds, fewer where a GPU's memory is short.
         advance: called after each batch with the number of tokens run.
 
     Returns:
@@ -71,7 +64,7 @@ def score_tokens(
     Raises:
         ValueError: the device ran out of memory, a token id lies outside the vocabulary, or a loss is no number.
     """
-    largest = [int(ids.max()) for text in texts for ids in (text.token_ids, text.tokens) if len(ids)]
+    largest = [int(text.token_ids.max()) for text in texts if len(text.token_ids)]
     require_known_tokens(model, max(largest, default=0))
     order = sorted((n for n, text in enumerate(texts) if len(text.positions)), key=lambda n: -texts[n].needed)
     found: list[LossAndBest] = [(np.empty(0, np.float32), np.empty(0, np.int64))] * len(texts)
@@ -81,18 +74,16 @@ def score_tokens(
     start = 0
     while start < len(order):
         longest = texts[order[start]].needed
-        count = max(1, budget // longest) if isinstance(batch, str) else batch
-        numbers = order[start : start + count]
+        numbers = order[start : start + max(1, budget // longest)]
         if same_length:
             numbers = [n for n in numbers if texts[n].needed == longest]
         try:
             scores = _score([texts[n] for n in numbers], model, device)
         except torch.cuda.OutOfMemoryError as error:
-            if isinstance(batch, str) and len(numbers) > 1:
-                budget = longest * (len(numbers) // 2)
-                scores = None
-            else:
-                raise out_of_memory(f"batch {len(numbers)} x {longest} tokens") from error
+            if len(numbers) == 1:
+                raise out_of_memory(f"a text of {longest} tokens") from error
+            budget = longest * (len(numbers) // 2)
+            scores = None
         if scores is None:
             torch.cuda.empty_cache()
             continue

@@ -43,7 +43,7 @@ class Kept:
 
     def identity(self, part: Part) -> dict[str, Any]:
         """All that decides a part's numbers, as JSON has it: files by their content, not by where they lie."""
-        paths = ("model", "against", "data", "include_path", "task_cache_folder")
+        paths = ("model", "against", "data", "include_path")
         identity = {
             "part": part.name,
             "options": {name: value for name, value in part.options.items() if name not in paths},

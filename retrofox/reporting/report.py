@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from retrofox.data.sources import listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baseline_names import parse_all
 from retrofox.evaluation.baselines import base_for
-from retrofox.evaluation.lm_eval import check_names
+from retrofox.evaluation.task_names import refuse_unknown, refuse_without_tasks
 from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted, read_config
@@ -48,7 +47,6 @@ def report(
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
-    task_cache_folder: str | os.PathLike | None = None,
     text_field: str = "text",
     name: str | None = None,
     dtype: str | None = None,
@@ -72,8 +70,7 @@ def report(
             loss, needle prompts for each length and depth.
         baselines: columns beside the base, such as "yarn:4", for needles and loss.
         name: what page and figures call the model; None = its directory's name.
-        tasks: lm-eval tasks or presets beside the suite's own; `include_path`, `limit` and `task_cache_folder` as
-            in `evaluate`.
+        tasks: lm-eval tasks or presets beside the suite's own; `include_path` and `limit` as in `evaluate`.
 
     Returns:
         What report.json holds: "suite", "models", "summary", "parts" (each evaluation's own numbers), "missing",
@@ -100,7 +97,6 @@ def report(
         text_field=text_field,
         include_path=include_path,
         limit=limit,
-        task_cache_folder=None if task_cache_folder is None else Path(task_cache_folder),
     )
     resolve_dtype(dtype)
     _check(asked, chosen)
@@ -138,12 +134,8 @@ def report(
 
 def _check(asked: Asked, suite: Suite) -> None:
     """Looks, before anything runs, at what is asked for: models and texts that are there, tokenizers that agree."""
-    if not suite.tasks and any(x is not None for x in (asked.include_path, asked.limit, asked.task_cache_folder)):
-        raise ValueError(
-            "include_path, limit and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"
-        )
-    if suite.tasks and find_spec("lm_eval") is not None:
-        check_names(suite.tasks, asked.include_path)
+    refuse_without_tasks(suite.tasks, include_path=asked.include_path, limit=asked.limit)
+    refuse_unknown(suite.tasks, asked.include_path)
     for path in asked.data:
         resolve(Source(path=path))
     tokenizer = open_tokenizer(asked.model)

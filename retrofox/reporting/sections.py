@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
-from retrofox.evaluation.lm_eval import expand
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel
+from retrofox.evaluation.task_names import expand
 from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
@@ -60,7 +59,6 @@ class Asked:
     min_tokens: int = 2
     include_path: str | None = None
     limit: int | None = None
-    task_cache_folder: Path | None = None
 
 
 def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
@@ -142,6 +140,5 @@ def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: 
                 options |= {"length": length, "include_path": asked.include_path, "limit": asked.limit}
                 if name == "tasks-long" and asked.limit is None:
                     options["limit"] = RULER_EXAMPLES
-                options |= {"task_cache_folder": asked.task_cache_folder}
                 measures = f"{len(expand(tasks))} tasks or groups"
                 parts.append(Part(name, measures, evaluate, "eval.json", options))

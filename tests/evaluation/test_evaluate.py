@@ -103,7 +103,7 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     pico_llama, pico_fox, tokenizer, measure, documents, tmp_path, capsys
 ):
     fox, base = pico_fox(), pico_llama()
-    result = measure(fox, base, length=128, out=tmp_path / "out", batch=2)
+    result = measure(fox, base, length=128, out=tmp_path / "out")
     assert [line["key"] for line in result["lines"]] == ["model", "open", "shuffled", "base"]
     assert result["documents"] == 3
     losses = {key: [] for key in ("model", "base")}
@@ -271,10 +271,7 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_pat
         ({"length": 4096, "min_tokens": 4096}, r"tokens or more in .*the longest document has"),
         ({"length": 1}, "length must be at least 2"),
         ({"length": 10**30}, "length must be at least 2"),
-        ({"batch": 0}, "batch must be at least 1"),
-        ({"limit": 3}, "name tasks, or drop them"),
-        ({"task_batch": 4}, "name tasks, or drop them"),
-        ({"task_cache_folder": "tasks"}, "name tasks, or drop them"),
+        ({"limit": 3}, "name tasks, or drop it"),
         ({"out": empty / "results"}, r"empty\.txt is a file; name a directory"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -140,16 +140,16 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr("retrofox.evaluation.needle.needle", record)
     words = "me/m --data a.txt b.txt --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard"
-    words += " --trials 7 --seed 5 --batch 4 --out o --baseline drope"
+    words += " --trials 7 --seed 5 --out o --baseline drope"
     assert run("needle", *words.split())[0] == 0
     assert given == {
         "model": "me/m", "against": ["me/b", "me/c"], "data": ["a.txt", "b.txt"],
-        "lengths": [64, 128], "depths": 3, "batch": 4,
+        "lengths": [64, 128], "depths": 3,
         "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"),
         "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
     }  # fmt: skip
     assert run("needle", "me/m", "--data", "a.txt")[0] == 0
-    assert (given["mode"], given["batch"], given["against"]) == (["easy"], "auto", None)
+    assert (given["mode"], given["against"]) == (["easy"], None)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,6 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
         ({"depths": -1}, "depths must be at least 1"),
         ({"depths": [1.5]}, "depths"),
         ({"trials": 0}, "trials"),
-        ({"batch": 0}, "batch must be auto, or"),
-        ({"batch": "many"}, "batch must be auto, or .* got 'many'"),
         ({"data": []}, "haystack"),
         ({"lengths": [40]}, r"can't hold needle and question of mode easy: the lengths must be at least \d+"),
     ],

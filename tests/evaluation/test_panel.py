@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.evaluation import instructions as instructions_module
 from retrofox.evaluation import panel as panel_module
 from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, common_prefix, compare_answers, followed
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
@@ -35,8 +34,7 @@ def texts(tmp_path) -> dict[str, str]:
 
 
 @pytest.fixture
-def options(pico_tokenizer, monkeypatch, tmp_path) -> dict[str, Any]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def options(pico_tokenizer) -> dict[str, Any]:
     return {"tokenizer": pico_tokenizer, "progress": False, "length": 64, "tokens": 256}
 
 
@@ -125,39 +123,11 @@ def test_every_kind_has_its_row_and_the_files_hold_it(models, texts, options, tm
     assert headline(result) in capsys.readouterr().out
 
 
-def test_finished_kinds_are_kept_until_texts_or_models_change(models, texts, options, tmp_path, monkeypatch):
-    runs: list[int] = []
-    original = panel_module.token_differences
-    monkeypatch.setattr(panel_module, "token_differences", lambda *a: (runs.append(1), original(*a))[1])
-    given = {**options, "only": ["many", "one"]}
-    first = panel(models[0], models[1], texts, tmp_path / "out", **given)
-    done = len(runs)
-    assert panel(models[0], models[1], texts, tmp_path / "out", **given)["kinds"] == first["kinds"]
-    assert len(runs) == done
-    (tmp_path / "one.txt").write_text("int other(void) { return 1; }\n" * 30)
-    panel(models[0], models[1], texts, tmp_path / "out", **given)
-    assert len(runs) == done + 4  # the rows of one kind
-    panel(models[1], models[1], texts, tmp_path / "out", **given)
-    assert len(runs) == 2 * done + 4
-
-
-def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options, monkeypatch):
-    asked: list[str] = []
-    original = instructions_module.complete
-
-    def complete(opened: LoadedModel, prompts: Any, tokens: int) -> Any:
-        asked.append(opened.name)
-        return original(opened, prompts, tokens)
-
-    monkeypatch.setattr(instructions_module, "complete", complete)
-    given = {**options, "only": ["one", "chat"], "chat": 2, "quick": True}
-    result = panel(models[1], models[1], texts, **given)
+def test_a_models_own_answers_are_the_same_and_are_read_as_one_more_kind(models, texts, options):
+    result = panel(models[1], models[1], texts, **options, only=["one", "chat"], chat=2, quick=True)
     said = result["instructions"]
     assert (said["prompts"], said["same"]["value"], said["difference"]["mean"]) == (2, 1.0, 0.0)
-    assert "chat" in result["kinds"]
-    before = len(asked)
-    panel(models[1], models[1], texts, **given)
-    assert len(asked) - before == 2  # the model's own answers alone
+    assert list(result["kinds"]) == ["one", "chat"]
 
 
 def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from retrofox.evaluation import lm_eval, task_cache
+from retrofox.evaluation import token_scores
 from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.baselines import build
 from retrofox.evaluation.evaluate import evaluate
@@ -96,9 +93,10 @@ def opened(request, pico_llama, pico_tokenizer) -> LoadedModel:
     return LoadedModel(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
 
 
-def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks):
-    alone = run_tasks(opened, tasks, max_length=128, batch=1, progress=False)
+def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks, monkeypatch):
     batched = run_tasks(opened, tasks, max_length=128, progress=False)
+    monkeypatch.setitem(token_scores.BATCH_TOKENS, "cpu", 1)
+    alone = run_tasks(opened, tasks, max_length=128, progress=False)
     assert set(alone.metrics) == {"pico_choice", "pico_last", "pico_rolling", "pico_both"}
     for task, metrics in alone.metrics.items():
         for metric, value in metrics.items():
@@ -119,7 +117,6 @@ def test_log_likelihoods_are_those_of_the_models_logits(opened):
     pairs = [
         (draw.choices(range(2, 288), k=draw.randint(1, 60)), draw.choices(range(2, 288), k=k % 4 + 1)) for k in range(9)
     ]
-    pairs += [(pairs[0][0], [token]) for token in (5, 6, 7)]  # choices that share a row
     answers = lm._loglikelihood_tokens([(None, *pair) for pair in pairs])
     for (context, continuation), (found, greedy) in zip(pairs, answers, strict=True):
         with torch.no_grad():
@@ -129,20 +126,13 @@ def test_log_likelihoods_are_those_of_the_models_logits(opened):
         assert greedy == bool((logits.argmax(-1) == target).all())
 
 
-def test_requests_share_rows_and_lose_their_first_tokens():
-    from retrofox.evaluation.harness_model import packed
+def test_a_long_request_loses_its_first_tokens():
+    from retrofox.evaluation.harness_model import _scored
 
-    rows = packed([([1, 2, 3], [4]), ([1, 2, 3], [5]), ([1, 2], [3, 9]), ([7], [8, 8, 8]), ([1, 2, 4], [4])], 100)
-    assert [(row.token_ids, sorted(number for number, *_ in row.reads)) for row in rows] == [
-        ([7, 8, 8], [3]),
-        ([1, 2, 4], [4]),
-        ([1, 2, 3], [0, 1, 2]),
-    ]
-    assert len(packed([([1, 2, 3], [4]), ([1, 2, 3], [5])], 100, alone=True)) == 2
-    [cut] = packed([(list(range(50)), [9, 9])], 10)
-    assert (cut.token_ids, cut.reads) == ([*range(41, 50), 9], [(0, 9, [9, 9])])
+    text = _scored([*range(50), 9, 9], 2, 10)
+    assert (text.token_ids.tolist(), text.positions.tolist()) == ([*range(41, 50), 9, 9], [9, 10])
     with pytest.raises(ValueError, match="a continuation of 11 tokens does not fit into 10"):
-        packed([([1], [2] * 11)], 10)
+        _scored([1, *[2] * 11], 11, 10)
 
 
 def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokenizer, folder, tmp_path):
@@ -154,7 +144,7 @@ def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokeniz
     fox = pico_fox()
     fox.model.register_forward_pre_hook(lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True)
     options: dict = {"tasks": ["pico_ch*"], "include_path": str(tmp_path), "limit": 3, "tokenizer": pico_tokenizer}
-    options |= {"progress": False, "cache": False}
+    options["progress"] = False
     result = evaluate(fox, pico_llama(), length=300, **options)
     assert max(widths) == 300  # more than the model's max_position_embeddings, to which lm-eval would cut
     assert set(result["tasks"]) == {"model", "base"}
@@ -162,87 +152,6 @@ def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokeniz
     widths.clear()
     evaluate(fox, length=77, **options)
     assert max(widths) == 77
-
-
-@pytest.fixture
-def ran(monkeypatch) -> list[str]:
-    """Names of the tasks that run from now on; a name in `ran.stop` interrupts instead."""
-
-    class Names(list):
-        stop: tuple[str, ...] = ()
-
-    names, run = Names(), lm_eval._run
-
-    def counted(lm, name, task, limit):
-        if name in names.stop:
-            raise KeyboardInterrupt
-        names.append(name)
-        return run(lm, name, task, limit)
-
-    monkeypatch.setattr(lm_eval, "_run", counted)
-    return names
-
-
-def test_other_prompts_documents_and_configs_are_other_tasks():
-    def digest(kind="loglikelihood", args=("a prompt", " answer"), doc=None, config=None):
-        instance = SimpleNamespace(request_type=kind, args=args, doc=doc or {"n": 1})
-        return task_cache.prompts_digest(SimpleNamespace(dump_config=lambda: config or {}, instances=[instance]))
-
-    others = [{"args": ("a prompt", " other")}, {"doc": {"n": 2}}, {"kind": "generate_until"}, {"config": {"n": 1}}]
-    assert len({digest(), digest(), *(digest(**other) for other in others)}) == 5
-
-
-def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
-    pico_llama, pico_tokenizer, folder, tmp_path, monkeypatch, ran
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    both = ["pico_choice", "pico_last"]
-    given: dict = {"length": 128, "tasks": both, "include_path": str(folder), "tokenizer": pico_tokenizer}
-
-    def run(model=None, **changes) -> tuple[Any, list[str]]:
-        ran.clear()
-        return evaluate(model or pico_llama(), progress=False, **{**given, **changes})["tasks"], [*ran]
-
-    ran.stop = ("pico_last",)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    ran.stop = ()
-    first, rest = run()
-    assert rest == ["pico_last"]  # the first task was not run again
-    assert run() == (first, [])
-    trained = pico_llama()
-    with torch.no_grad():
-        trained.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-3
-    for changes in ({"limit": 5}, {"length": 100}, {"cache": False}, {"model": trained}):
-        assert run(**changes)[1] == both, changes
-    for file in (tmp_path / "retrofox" / "tasks").glob("pico_last*"):
-        file.write_text(file.read_text()[:40])
-    assert run() == (first, ["pico_last"])
-
-
-def test_models_are_told_apart_by_content(pico_llama, pico_fox, pico_tokenizer):
-    def fingerprint(model, tokenizer=pico_tokenizer) -> str:
-        return task_cache.model_fingerprint(LoadedModel(model, tokenizer, "a", "b"))
-
-    swapped, eager, other = pico_llama(), pico_llama(), copy.deepcopy(pico_tokenizer)
-    with torch.no_grad():
-        swapped.lm_head.weight[[7, 9]] = swapped.lm_head.weight[[9, 7]]
-    eager.set_attn_implementation("eager")
-    other.add_tokens(["foxglove"])
-    models = [pico_llama(), pico_fox(stirred=False), pico_fox(stirred=False, rope="drop"), pico_llama(rope_theta=5e5)]
-    models += [pico_llama().bfloat16(), swapped, eager]
-    found = [*map(fingerprint, models), fingerprint(pico_llama(), other)]
-    assert len({*found}) == len(found)
-    assert fingerprint(pico_llama()) == found[0]
-
-
-def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer, folder, tmp_path, ran):
-    opened = LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico")
-    for words, limit in (("{{q}}", None), ("{{q}}", None), ("Say: {{q}}", None), ("{{q}}", 3)):
-        (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=folder).replace("{{q}}", words))
-        asked = find_tasks(["pico_choice"], str(tmp_path), limit=limit)
-        run_tasks(opened, asked, max_length=128, cache=tmp_path / "kept", progress=False)
-    assert ran == ["pico_choice"] * 3
 
 
 def test_the_tables_say_scores_and_differences(capsys):
@@ -290,14 +199,13 @@ def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path):
 
 def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, folder, tmp_path, run):
     arguments = ("--against", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--limit", 4)
-    more = ("--baseline", "yarn:4", "--length", 128, "--task-batch", 2, "--task-cache", tmp_path / "kept")
+    more = ("--baseline", "yarn:4", "--length", 128)
     code, out, _ = run("eval", pico_fox_checkpoint, *arguments, *more, "--out", tmp_path / "out")
     assert code == 0
     assert "paired by document" in out
     written = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert set(written["tasks"]) == {"model", "base", "yarn:4"}
     assert set(written["task_differences"]) == {"model", "yarn:4"}
-    assert len(list((tmp_path / "kept").iterdir())) == 3
     for command, more in (("eval", ()), ("eval", ("--data", folder)), ("report", ("--data", folder))):
         code, _, err = run(command, pico_fox_checkpoint, *more, "--against", pico_checkpoint, "--tasks", " , ")
         assert (code, "tasks must be names with commas between" in err) == (2, True)

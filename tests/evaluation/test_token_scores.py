@@ -46,7 +46,7 @@ def texts() -> list[Scored]:
 
 def test_scores_are_those_of_a_whole_forward_pass(model, texts):
     empty = Scored(texts[0].token_ids, np.empty(0, np.int64))
-    *found, nothing = score_tokens(model, [*texts, empty], batch=2)
+    *found, nothing = score_tokens(model, [*texts, empty])
     for text, (loss, best) in zip(texts, found, strict=True):
         with torch.no_grad():
             log_p = model(input_ids=torch.tensor(text.token_ids)[None]).logits[0].log_softmax(-1)
@@ -56,18 +56,9 @@ def test_scores_are_those_of_a_whole_forward_pass(model, texts):
     assert [len(x) for x in nothing] == [0, 0]
 
 
-def test_targets_of_their_own_may_share_a_position(model, texts):
-    ids, at = texts[0].token_ids[:10], np.array([10, 10])
-    [(loss, best)] = score_tokens(model, [Scored(ids, at, targets=np.array([3, 4]))])
-    with torch.no_grad():
-        log_p = model(input_ids=torch.tensor(ids)[None]).logits[0, -1].log_softmax(-1)
-    assert loss.tolist() == pytest.approx([-log_p[3].item(), -log_p[4].item()], abs=1e-4)
-    assert best.tolist() == [log_p.argmax().item()] * 2
-
-
 def test_windows_of_unequal_length_give_what_they_give_alone(model, texts):
     windows = [Window(n, text.token_ids) for n, text in enumerate(texts)]
-    for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
+    for together, window in zip(window_losses(model, windows), windows, strict=True):
         [alone] = window_losses(model, [window])
         assert len(together) == len(window.token_ids) - 1
         np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -78,26 +69,27 @@ def test_texts_of_unequal_length_are_not_padded_under_a_rope_that_depends_on_the
     model = build(parse("ntk:4"), base).model
     draw = np.random.default_rng(0)
     texts = [Scored(draw.integers(0, 288, size), np.arange(1, size)) for size in (400, 300, 300)]
-    for batch in (3, "auto"):
-        for one, other in zip(score_tokens(model, texts, batch), score_tokens(model, texts, 1), strict=True):
-            assert one[0] == pytest.approx(other[0], abs=1e-4)
+    for text, (loss, _) in zip(texts, score_tokens(model, texts), strict=True):
+        [(alone, _)] = score_tokens(model, [text])
+        assert loss == pytest.approx(alone, abs=1e-4)
 
 
 def test_a_token_budget_makes_the_batches_and_the_bar_reaches_its_end(pico_llama, texts, monkeypatch):
     monkeypatch.setitem(token_scores.BATCH_TOKENS, "cpu", 100)
     model, done = pico_llama(), []
-    found = score_tokens(model, texts, "auto", done.append)
+    found = score_tokens(model, texts, done.append)
     assert sum(done) == sum(text.needed for text in texts)
     assert 2 < len(done) < len(texts)
-    for one, other in zip(found, score_tokens(model, texts, 1), strict=True):
-        assert one[0] == pytest.approx(other[0], abs=1e-4)
+    for text, (loss, _) in zip(texts, found, strict=True):
+        [(alone, _)] = score_tokens(model, [text])
+        assert loss == pytest.approx(alone, abs=1e-4)
 
 
 def test_the_head_is_applied_to_chosen_positions_a_few_at_a_time(pico_llama, texts, monkeypatch):
     monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 5)
     model, rows = pico_llama(), []
     model.lm_head.register_forward_hook(lambda m, a, output: rows.append(output.shape[0]))
-    score_tokens(model, texts[:2], 2)
+    score_tokens(model, texts[:2])
     assert max(rows) <= 5
     assert sum(rows) == sum(len(text.positions) for text in texts[:2])
 
@@ -119,13 +111,17 @@ def small_gpu(monkeypatch) -> list[int]:
 
 
 def test_a_gpu_that_runs_out_of_memory_gets_smaller_batches(pico_llama, texts, small_gpu):
-    score_tokens(pico_llama(), texts, "auto")
+    score_tokens(pico_llama(), texts)
     assert small_gpu[:2] == [6, 3]
 
 
-def test_a_batch_that_was_asked_for_and_does_not_fit_is_refused(pico_llama, texts, small_gpu):
-    with pytest.raises(ValueError, match=r"out of memory at batch 4 x 61 tokens; lower the batch"):
-        score_tokens(pico_llama(), texts, 4)
+def test_a_text_that_does_not_fit_alone_is_refused(pico_llama, texts, monkeypatch):
+    def score(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(token_scores, "_score", score)
+    with pytest.raises(ValueError, match=r"out of memory at a text of 16 tokens; lower the batch"):
+        score_tokens(pico_llama(), texts[1:2])
 
 
 def test_damaged_weights_are_told(pico_llama, texts):

@@ -154,8 +154,8 @@ def test_progress_names_the_part_its_size_and_the_time_left(tmp_path, monkeypatc
 def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
     short = tmp_path / "short.txt"
     short.write_text("Ten words that all differ, so nothing here comes twice.")
-    for module in ("sections", "report"):
-        monkeypatch.setattr(f"retrofox.reporting.{module}.find_spec", lambda name: None)
+    for module in ("reporting.sections", "evaluation.task_names"):
+        monkeypatch.setattr(f"retrofox.{module}.find_spec", lambda name: None)
     given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "baselines": []}
     for _ in range(2):
         ran.clear()
@@ -187,8 +187,7 @@ def test_without_texts_there_are_gates_alone_in_the_models_directory_and_the_pag
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tasks_are_a_part_of_their_own(made, tmp_path, monkeypatch, ran):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_tasks_are_a_part_of_their_own(made, tmp_path, ran):
     lines = [{"q": "the fox " * n, "choices": [" gate", " fox"], "gold": n % 2} for n in range(1, 9)]
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -238,13 +237,13 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(report_module, "report", record)
     words = "me/m --against me/b me/c --data a.txt b.txt --suite long --out o --length 4Ki --max-documents 5 --trials 6"
-    more = "--baseline drope --tasks short,piqa --include-path i --limit 3 --task-cache c --text-field body --name N"
+    more = "--baseline drope --tasks short,piqa --include-path i --limit 3 --text-field body --name N"
     assert run("report", *words.split(), *more.split(), "--device", "cpu", "--dtype", "float32")[0] == 0
     assert given == {
         "model": "me/m", "against": ["me/b", "me/c"], "data": ["a.txt", "b.txt"], "suite": "long", "out": Path("o"),
         "length": 4096,
         "max_documents": 5, "trials": 6, "baselines": ["drope"], "tasks": ["short", "piqa"], "include_path": "i",
-        "limit": 3, "task_cache_folder": Path("c"), "text_field": "body", "device": "cpu",
+        "limit": 3, "text_field": "body", "device": "cpu",
         "dtype": "float32", "name": "N",
     }  # fmt: skip
 
@@ -258,7 +257,7 @@ def test_refusals(made, tmp_path, run):
         ({"baselines": ["yan:4"]}, ValueError, r"did you mean yarn"),
         ({"against": ["nowhere/at/all"]}, FileNotFoundError, "no such directory"),
         ({"data": ["nowhere.txt"]}, FileNotFoundError, "nowhere.txt"),
-        ({"limit": 3}, ValueError, "name tasks, or drop them"),
+        ({"limit": 3}, ValueError, "limit says how lm-eval tasks run: name tasks, or drop it"),
         ({"dtype": "float12"}, ValueError, "dtype"),
         (
             {"model": made["given"]["against"][0], "against": [], "data": [], "baselines": []},
