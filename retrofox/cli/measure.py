@@ -159,7 +159,7 @@ def inspect(
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs.
+    """Shows each head's half-life: local and global heads, dead gates, kept rotary pairs.
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """

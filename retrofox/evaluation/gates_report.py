@@ -12,31 +12,31 @@ from rich.table import Table
 
 from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
 
+LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
+
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
     """A row for each layer, and a sentence on all heads."""
     table = Table(title=f"{result['model']}: half-lives in tokens, {_source(result)}", title_justify="left")
-    for name in ("layer", "rotary kept", "sinks", "half-life of each head", "local", "global", "dead", "saturated"):
+    for name in ("layer", "rotary kept", "sinks", "half-life of each head", "local", "global", "dead"):
         table.add_column(name, justify="left" if name.startswith("half") else "right")
     how = "slower" if result["fox"]["rope"] == "interpolate" else "fading"
     for layer in result["layers"]:
         heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
         fading = f" +{layer['rotary_pairs_fading']} {how}" if layer["rotary_pairs_fading"] else ""
-        counts = [sum(h["kind"] == kind for h in heads) for kind in ("local", "global")]
-        counts += [sum(h[name] for h in heads) for name in ("dead", "saturated")]
         table.add_row(
             str(layer["layer"]),
             f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",
             str(layer["sink_tokens"]),
             " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates",
-            *map(str, counts),
+            *(str(sum(h["kind"] == kind for h in heads)) for kind in ("local", "global")),
+            str(sum(h["dead"] for h in heads)),
         )
     console.print(table)
     summary, trained = result["summary"], result["trained_length"]
     console.print(
         f"{summary['heads']} heads: {summary['local']} local (under {tokens_label(trained / 16)}), {summary['medium']} "
-        f"between, {summary['global']} global (from {tokens_label(trained)}); {summary['dead']} dead, "
-        f"{summary['saturated']} saturated",
+        f"between, {summary['global']} global (from {tokens_label(trained)}); {summary['dead']} dead",
         highlight=False,
     )
 
@@ -51,8 +51,8 @@ def _label(half_life: float | None) -> str:
 
 def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
     """Writes gates.csv and the figure; returns their paths."""
-    header = ["layer", "head", "bias", "weight_norm", "half_life", "half_life_of_bias", "kind", "dead"]
-    header += ["saturated_share", *(["needle_attention"] if "live_share" in result else [])]
+    header = ["layer", "head", "bias", "half_life", "kind", "dead"]
+    header += ["needle_attention"] if "live_share" in result else []
     rows = [[head[name] for name in header] for head in result["heads"]]
     files = {"csv": save_csv(out / "gates.csv", header, rows)}
     if result["heads"]:
@@ -75,14 +75,10 @@ def figure(result: dict[str, Any]) -> Figure:
 def print_live_share(live: dict[str, Any], console: Console) -> None:
     """At each length: share of attention operations and of the cache, cache bytes per token, decoding, open heads."""
     table = Table(title=f"Live share at a horizon of {live['horizon']:g} nats", title_justify="left")
-    for name in ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads"):
+    for name in LIVE_COLUMNS:
         table.add_column(name, justify="right")
-    for row in live["lengths"]:
-        shares = (f"{100 * row[name]:.0f} %" for name in ("ops", "cache"))
-        size = f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}"
-        open_heads = str(len(row["open_heads"]))
-        decode = f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}"
-        table.add_row(tokens_label(row["length"]), str(row["documents"]), *shares, size, decode, open_heads)
+    for row in live_rows(live):
+        table.add_row(*row)
     console.print(table)
     console.print(decoding_note(live), highlight=False, soft_wrap=True)
 
@@ -93,3 +89,18 @@ def decoding_note(live: dict[str, Any]) -> str:
         "decode ms: predicted, not measured: the time to read weights and live cache once at "
         f"{live['bandwidth'] / 1e12:g} TB/s, an H100's by its data sheet, for one text"
     )
+
+
+def live_rows(live: dict[str, Any]) -> list[list[str]]:
+    """Cells under LIVE_COLUMNS for each length."""
+    return [
+        [
+            tokens_label(row["length"]),
+            str(row["documents"]),
+            *(f"{100 * row[name]:.0f} %" for name in ("ops", "cache")),
+            f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}",
+            f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}",
+            str(len(row["open_heads"])),
+        ]
+        for row in live["lengths"]
+    ]

@@ -73,76 +73,55 @@ def live_share(c: np.ndarray, horizon: float, kv_heads: int, *, sinks: int = 0, 
     return LiveShare(live.sum(-1) / visible.sum(), reach, reach.reshape(kv_heads, -1).max(-1))
 
 
-class LiveShares:
-    """The live share of a converted model on real texts, at each length that a text reaches.
-
-    Args:
-        longest: tokens of the longest text; each text counts at every length that it has, by its first tokens.
-        horizon: in nats; None = the model's own, else HORIZON.
-
-    Raises:
-        ValueError: no text is as long as the shortest length.
-    """
-
-    def __init__(self, opened: LoadedModel, longest: int, horizon: float | None, lengths: Sequence[int]):
-        self.model = opened.model
-        self.horizon: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
-        self.found: dict[int, list[list[LiveShare]]] = {n: [] for n in sorted({*lengths}) if n <= longest}
-        if not self.found:
-            least = min(lengths)
-            raise ValueError(f"the live share needs a text of at least {least} tokens, the longest has {longest}")
-
-    def add(self, log_f: dict[int, torch.Tensor]) -> None:
-        """Counts a text: (T, H) log f of each layer with gates, by layer."""
-        config = self.model.config
-        heads, kv_heads = config.num_attention_heads, _kv_heads(config)
-        sums = {layer: own.double().cumsum(0).T.cpu().numpy() for layer, own in log_f.items()}
-        # one gate may serve all query heads of a kv head
-        sums = {layer: np.repeat(c, heads // len(c), axis=0) for layer, c in sums.items()}
-        tokens = next(iter(sums.values())).shape[-1]
-        without = LiveShare(np.ones(heads), np.ones(heads), np.ones(kv_heads))
-        for length in (n for n in self.found if n <= tokens):
-            self.found[length].append(
-                [
-                    live_share(
-                        sums[layer][..., :length],
-                        self.horizon,
-                        kv_heads,
-                        sinks=exempt_tokens(attention),
-                        window=sliding_window(attention),
-                    )
-                    if layer in sums
-                    else without
-                    for layer, (_, attention) in enumerate(attentions(self.model))
-                ]
-            )
-
-    def result(self) -> dict[str, Any]:
-        """As `measure_live_share` returns it."""
-        rows = [_row(self.model, length, documents) for length, documents in self.found.items()]
-        return {"horizon": self.horizon, "bandwidth": BANDWIDTH, "lengths": rows}
-
-
 def measure_live_share(
     opened: LoadedModel,
     windows: Sequence[Window],
     horizon: float | None = None,
     lengths: Sequence[int] = LENGTHS,
     progress: bool = True,
-) -> dict[str, Any]:
-    """The live share of a converted model on texts; arguments and errors are those of `LiveShares`.
+) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+    """The live share of a converted model on texts, and what its gates do on average.
+
+    Args:
+        horizon: in nats; None = the model's own, else HORIZON.
+        lengths: a text counts at every length that it has, by its first tokens.
 
     Returns:
-        {"horizon", "bandwidth", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
-        "base_bytes_per_token", "decode_ms", "base_decode_ms", "open_heads"}]}; shares are means over layers and heads,
-        bytes are those that keys, values and c take after the last token, divided by the text's tokens. Decoding's
-        milliseconds are the time that BANDWIDTH needs to read weights and cache once: no token of one text takes less.
-        An open head, "LAYER.HEAD", is a query head that sees the whole text at that length.
+        ({"horizon", "bandwidth", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
+        "base_bytes_per_token", "decode_ms", "base_decode_ms", "open_heads"}]}, the mean of -log f (H,) float64 by layer
+        with gates). Shares are means over layers and heads, bytes are those that keys, values and c take after the last
+        token, divided by the text's tokens. Decoding's milliseconds are the time that BANDWIDTH needs to read weights
+        and cache once: no token of one text takes less. An open head, "LAYER.HEAD", is a query head that sees the whole
+        text at that length.
     """
-    shares = LiveShares(opened, max((len(w.token_ids) for w in windows), default=0), horizon, lengths)
+    nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
+    tokens = sum(len(window.token_ids) for window in windows)
+    decay: dict[int, torch.Tensor] = {}
+    found: dict[int, list[list[LiveShare]]] = {length: [] for length in sorted({*lengths})}
     for log_f in hear_gates(opened, windows, progress):
-        shares.add(log_f)
-    return shares.result()
+        sums = {layer: own.double().cumsum(0).T for layer, own in log_f.items()}
+        for layer, c in sums.items():
+            decay[layer] = decay.get(layer, torch.zeros(())) - c[:, -1] / tokens
+        for length in found:
+            if length <= next(iter(sums.values())).shape[-1]:
+                found[length].append(_by_layer(opened.model, sums, length, nats))
+    rows = [_row(opened.model, length, documents) for length, documents in found.items() if documents]
+    return {"horizon": nats, "bandwidth": BANDWIDTH, "lengths": rows}, decay
+
+
+def _by_layer(model: Any, sums: dict[int, torch.Tensor], length: int, horizon: float) -> list[LiveShare]:
+    """Each layer's share after the first `length` tokens, from (H, T) c of the layers with gates."""
+    heads, kv_heads = model.config.num_attention_heads, _kv_heads(model.config)
+    shares = []
+    for layer, (_, attention) in enumerate(attentions(model)):
+        if layer in sums:
+            c = sums[layer][:, :length].numpy()
+            c = np.repeat(c, heads // len(c), axis=0)  # one gate may serve all query heads of a kv head
+            sinks, window = exempt_tokens(attention), sliding_window(attention)
+            shares.append(live_share(c, horizon, kv_heads, sinks=sinks, window=window))
+        else:
+            shares.append(LiveShare(np.ones(heads), np.ones(heads), np.ones(kv_heads)))
+    return shares
 
 
 @torch.no_grad()

@@ -23,8 +23,6 @@ CONTROLS = ("open", "shuffled")
 """Lines of the model with its gates changed."""
 NO_CHANGE = 1e-4
 """Nats: a change of the loss that is called none whatever its standard error."""
-NUMBER = len("+0.1234")
-"""Characters a column of the table needs; columns that a terminal has no room for follow in a table below."""
 
 
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
@@ -58,7 +56,7 @@ def reach(windows: Sequence[Window]) -> int:
 
 
 def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
-    """By line: overall mean and difference, slope per doubling of the position, slope over the second half."""
+    """By line: overall mean and difference, slope per doubling of the position."""
     sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
     end = reach(windows)
     start = max(8, end // 64)
@@ -68,8 +66,7 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
         summary[key] = {
             **sums[key].statistics()[0],
             "difference": sums[key].statistics(sums[to])[0] if to in sums else None,
-            "slope_per_doubling": slope(values, windows, start, end, np.log2),
-            "late_slope_per_1k": slope(values, windows, end // 2, end, lambda i: i / 1000),
+            "slope_per_doubling": slope(values, windows, start, end),
         }
     return summary
 
@@ -106,24 +103,28 @@ def curves(
 
 def print_table(result: dict[str, Any], console: Console) -> None:
     """The bucket table, whether the loss falls and, for a converted model, the controls' verdict on its gates."""
-    lines, buckets = result["lines"], result["buckets"]
-    labels = {line["key"]: line["label"] for line in lines}
     spread = " (± standard error over documents)" if result["documents"] > 1 else ""
     count = f"{result['documents']} document{'s' * (result['documents'] > 1)}, {result['tokens']:,} tokens"
-    title = f"Loss in nats per token, {count}{spread}"
-    columns = [(line["label"], [_cell(row["loss"][line["key"]]) for row in buckets] + [_cell(line)]) for line in lines]
-    for line in lines:
-        to = _compared_to(line["key"], labels)
-        if line["key"] not in CONTROLS and to is not None:
-            cells = [_cell(row["difference"][f"{line['key']}-{to}"], signed=True) for row in buckets]
-            label = "difference" if line["key"] == "model" else f"{line['label']} - {labels[to]}"
-            columns.append((label, [*cells, _cell(line["difference"], signed=True)]))
-    positions = [*(f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in buckets), "all"]
-    counts = [f"{tokens:,}" for tokens in [row["tokens"] for row in buckets] + [sum(row["tokens"] for row in buckets)]]
-    taken = max(len("positions"), *map(len, positions)) + max(len("tokens"), *map(len, counts)) + 7
-    fit = max(1, (console.width - taken) // (NUMBER + 3))
-    for start in range(0, len(columns), fit):
-        _print_columns(console, "" if start else title, positions, counts, columns[start : start + fit])
+    table = Table(title=f"Loss in nats per token, {count}{spread}", title_justify="left")
+    for column in ("positions", "tokens", "model", "loss", "difference"):
+        table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
+    keys = [line["key"] for line in result["lines"]]
+    for row in result["buckets"]:
+        place = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}", f"{row['tokens']:,}"]
+        for line in result["lines"]:
+            change = row["difference"].get(f"{line['key']}-{_compared_to(line['key'], keys)}")
+            table.add_row(*place, line["label"], _cell(row["loss"][line["key"]]), _cell(change, signed=True))
+            place = ["", ""]
+        table.add_section()
+    place = ["all", f"{sum(row['tokens'] for row in result['buckets']):,}"]
+    for line in result["lines"]:
+        table.add_row(*place, line["label"], _cell(line), _cell(line["difference"], signed=True))
+        place = ["", ""]
+    console.print(table)
+    if len(keys) > 1:
+        controls = ", of gates forced open or shuffled to the model" if set(CONTROLS) & {*keys} else ""
+        reference = next(line["label"] for line in result["lines"] if line["key"] == _reference(keys))
+        console.print(f"differences are to {reference}{controls}", highlight=False, soft_wrap=True)
     if result["longest"] < result["length"]:
         console.print(
             f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
@@ -132,45 +133,24 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _print_columns(
-    console: Console, title: str, positions: list[str], counts: list[str], columns: Sequence[tuple[str, list[str]]]
-) -> None:
-    """One table, its last row set apart: the mean over all positions."""
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("positions", justify="right")
-    table.add_column("tokens", justify="right", no_wrap=True)
-    for label, _ in columns:
-        table.add_column(label, justify="right", min_width=NUMBER)
-    for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
-        table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 2)
-    console.print(table)
-
-
 def trends(result: dict[str, Any]) -> list[str]:
     """Per line whether L(i) falls, rises or stays flat over positions, which only an interval can tell.
 
     "flat" means that the interval covers 0, not that the slope is 0.
     """
     start, end = max(8, result["longest"] // 64), result["longest"]
+    slopes = {line["label"]: line["slope_per_doubling"] for line in result["lines"]}
     sentences = []
-    if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
-        alone = any(line["slope_per_doubling"]["slope"] is not None for line in result["lines"])
+    if all(found["interval"] is None for found in slopes.values()):
+        alone = any(found["slope"] is not None for found in slopes.values())
         reach = "only one document reaches, which gives no interval" if alone else "no document reaches"
         sentences.append(f"beyond position {start} {reach}, so no trend of the loss is named")
-    for line in result["lines"]:
-        octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
-        if octave["interval"] is None:
-            continue
-        text = f"{line['label']}: the loss is {_named(octave)} per octave over positions {start} to {end}"
-        if late["interval"] is not None:
-            text += f", {_named(late)} per 1000 tokens over the second half"
-        sentences.append(text)
+    for label, found in slopes.items():
+        if found["interval"] is not None:
+            low, high = found["interval"]
+            named = f"{found['trend']} ({found['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
+            sentences.append(f"{label}: the loss is {named} per octave over positions {start} to {end}")
     return sentences
-
-
-def _named(slope: dict[str, Any]) -> str:
-    low, high = slope["interval"]
-    return f"{slope['trend']} ({slope['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
@@ -208,9 +188,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
 def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
     """Writes the tables and the figure into `out`, the curves drawn into the result; returns the files by name."""
     keys = [line["key"] for line in result["lines"]]
-    reference = "base" if "base" in keys else "model"
     result["curves"] = curves(result["lines"], losses, windows, result["length"])
-    result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=reference)
+    result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=_reference(keys))
     files = {"per_token_loss": save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))}
     files["png"], files["svg"] = save_figure(figure(result), out / "per_token_loss")
     return files
@@ -222,7 +201,7 @@ def figure(result: dict[str, Any]) -> Figure:
     return loss_figure(
         result["curves"],
         result["difference_curves"],
-        reference=labels["base" if "base" in labels else "model"],
+        reference=labels[_reference(labels)],
         trained_length=result.get("trained_length"),
         subtitle=_documents(result["documents"]),
     )
@@ -245,12 +224,15 @@ def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -
     return ["position", "windows", *keys], rows
 
 
+def _reference(keys: Collection[str]) -> str:
+    return "base" if "base" in keys else "model"
+
+
 def _compared_to(key: str, keys: Collection[str]) -> str | None:
     """The line a line's difference is taken to: controls to the model, everything else to the base, if there is one."""
     if key in CONTROLS:
         return "model"
-    reference = "base" if "base" in keys else "model"
-    return None if key == reference else reference
+    return None if key == _reference(keys) else _reference(keys)
 
 
 def _cell(value: Mapping[str, Any] | None, signed: bool = False) -> str:

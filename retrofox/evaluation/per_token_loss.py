@@ -82,17 +82,11 @@ class PositionSums:
         return [mean_over_documents(*column) for column in zip(sums.T, self.counts.T, strict=True)]
 
 
-def slope(
-    losses: Sequence[np.ndarray],
-    windows: Sequence[Window],
-    start: int,
-    stop: int,
-    scale: Callable[[np.ndarray], np.ndarray],
-) -> dict[str, Any]:
-    """Slope of L(i) over positions start <= i < stop against scale(i), within windows, with its error over documents.
+def slope(losses: Sequence[np.ndarray], windows: Sequence[Window], start: int, stop: int) -> dict[str, Any]:
+    """Slope of L(i) per doubling of the position, start <= i < stop, within windows, with its error over documents.
 
-    b = sum_w sum_i (x_i - x_w) L(i) / sum_w sum_i (x_i - x_w)^2, x = scale(i), x_w the window's mean: an easier
-    document among the long ones does not tilt it.
+    b = sum_w sum_i (x_i - x_w) L(i) / sum_w sum_i (x_i - x_w)^2, x = log2(i), x_w the window's mean: an easier document
+    among the long ones does not tilt it.
 
     Returns:
         {"slope", "standard_error", "interval", "trend": "falling" or "rising" where the interval leaves out 0, else
@@ -103,7 +97,7 @@ def slope(
         position = np.arange(max(start, 1), min(stop, len(loss) + 1))
         if len(position) < 2:
             continue
-        x = scale(position.astype(np.float64))
+        x = np.log2(position)
         x = x - x.mean()
         y = loss[position[0] - 1 : position[-1]].astype(np.float64)
         sums[:, window.document] += float(x @ (y - y.mean())), float(x @ x)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from retrofox.evaluation import gates_report, loss_report
 from retrofox.evaluation.needles.report import depth_figure, length_figure
 from retrofox.reporting.format_numbers import cell, difference
-from retrofox.support.plots import svg, tokens_label
+from retrofox.support.plots import svg
 
 SECTIONS = {
     "memory": "Memory",
@@ -58,7 +58,8 @@ def render(result: dict[str, Any]) -> str:
         loss_figure=loss_report.figure,
         gates_figure=gates_report.figure,
         decoding_note=gates_report.decoding_note,
-        live_rows=_live_rows,
+        live_columns=gates_report.LIVE_COLUMNS,
+        live_rows=gates_report.live_rows,
         layer_rows=_layer_rows,
     )
 
@@ -95,20 +96,6 @@ def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
         tiles += [(what.format(row["what"]), row) for row in own[-1:]]
     return tiles
-
-
-def _live_rows(live: dict[str, Any]) -> list[list[object]]:
-    """Per length: shares of attention and cache alive, bytes of cache per token, decoding, open heads."""
-    return [
-        [
-            tokens_label(row["length"]),
-            *(f"{100 * row[name]:.0f} %" for name in ("ops", "cache")),
-            f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}",
-            f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}",
-            len(row["open_heads"]),
-        ]
-        for row in live["lengths"]
-    ]
 
 
 def _layer_rows(gates: dict[str, Any]) -> list[list[object]]:

@@ -43,12 +43,6 @@ def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-def printed(result, width: int) -> str:
-    console = Console(width=width, file=io.StringIO())
-    print_table(result, console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_bucket_edges_are_standard_from_4k_and_scaled_below():
     assert bucket_edges(4096) == [0, 512, 2048, 4096]
     assert bucket_edges(32768) == [0, 512, 2048, 4096, 8192, 16384, 24576, 32768]
@@ -93,9 +87,9 @@ def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant(
 
 def test_slope_is_within_documents():
     windows = [Window(0, np.arange(101)), Window(1, np.arange(51))]
-    losses = [5.0 - 0.01 * np.arange(1, 101), 2.0 - 0.01 * np.arange(1, 51)]  # the shorter document is the easier one
-    found = slope(losses, windows, 1, 101, lambda i: i / 1000)
-    assert found["slope"] == pytest.approx(-10)
+    losses = [5.0 - 0.01 * np.log2(np.arange(1, 101)), 2.0 - 0.01 * np.log2(np.arange(1, 51))]  # the shorter is easier
+    found = slope(losses, windows, 1, 101)
+    assert found["slope"] == pytest.approx(-0.01)
     assert found["standard_error"] == pytest.approx(0, abs=1e-9)
 
 
@@ -176,23 +170,16 @@ def test_several_bases_share_one_table(pico_llama, measure):
     assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
 
 
-def test_a_difference_is_named_after_both_models(on_disk, measure, tmp_path):
-    for name in ("original", "base"):  # where an adapt stage leaves the original, and what it was
-        (tmp_path / name).symlink_to(on_disk[0])
-    result = measure(on_disk[1], [str(tmp_path / "original"), str(tmp_path / "base")], controls=False)
-    assert "base - original" in printed(result, 200)
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, measure, width):
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_table_has_every_number_on_a_narrow_terminal_too(pico_fox, pico_llama, measure, width):
     result = measure(pico_fox(), [pico_llama(), pico_llama(initializer_range=0.2)], length=128)
-    shown = printed(result, width)
-    lines = [line for line in shown.splitlines() if line.startswith(("│", "├"))]
-    assert all("…" not in line and len(line) <= width for line in lines)
+    console = Console(width=width, file=io.StringIO())
+    print_table(result, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     for row in result["buckets"]:
         assert all(f"{loss['mean']:.4f}" in shown for loss in row["loss"].values())
-        assert all(f"{row['difference'][name]['mean']:+.4f}" in shown for name in ("model-base", "base2-base"))
-    assert sum("├" in line for line in lines) == shown.count("tokens ┃")  # tables
+        assert all(f"{difference['mean']:+.4f}" in shown for difference in row["difference"].values())
+    assert "differences are to LlamaForCausalLM, of gates" in shown
 
 
 def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenizer, documents, tmp_path):
@@ -311,7 +298,7 @@ def test_a_failed_run_leaves_earlier_results_alone(pico_llama, measure, tmp_path
 
 
 def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(ValueError, match=r"\.\[eval\]"):
         evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
 

@@ -54,11 +54,12 @@ def opened(pico_fox, pico_tokenizer) -> LoadedModel:
 
 def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
     windows = [Window(0, np.arange(3, 67), "a"), Window(1, np.arange(3, 43), "b")]
-    result = measure_live_share(opened, windows, 16.0, (32, 64, 128), progress=False)
+    result, decay = measure_live_share(opened, windows, 16.0, (32, 64, 128), progress=False)
     assert [(row["length"], row["documents"]) for row in result["lengths"]] == [(32, 2), (64, 1)]
     attention: Any = next(attentions(opened.model))[1]
     log_f = torch.nn.functional.logsigmoid(attention.forget_gate.bias.detach().double())
     c = (log_f[:, None] * torch.arange(1, 65)).numpy()
+    torch.testing.assert_close(decay[0], -log_f)
     ops, _, cache = by_definition(c, 16.0, 2, sinks=exempt_tokens(attention))
     row = result["lengths"][1]
     assert row["ops"] == pytest.approx(ops.mean(), rel=1e-6)
@@ -67,7 +68,8 @@ def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
 
 
 def test_bytes_and_decoding_are_predicted_from_weights_and_live_cache(opened):
-    row = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)["lengths"][0]
+    found, _ = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)
+    row = found["lengths"][0]
     entry = 2 * 8 * 4  # head_dim 8 in float32
     assert row["base_bytes_per_token"] == 2 * 2 * entry
     assert row["cache_bytes_per_token"] == pytest.approx(row["cache"] * 2 * 2 * (entry + 8 * 2))
@@ -76,8 +78,3 @@ def test_bytes_and_decoding_are_predicted_from_weights_and_live_cache(opened):
         weights -= 288 * 32 * 4  # one row of the embedding is read
     for time, size in (("decode_ms", "cache_bytes_per_token"), ("base_decode_ms", "base_bytes_per_token")):
         assert row[time] == pytest.approx(1e3 * (weights + 64 * row[size]) / BANDWIDTH)
-
-
-def test_texts_shorter_than_every_length_are_refused(opened):
-    with pytest.raises(ValueError, match="at least 100 tokens, the longest has 64"):
-        measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (100,), progress=False)

@@ -41,7 +41,7 @@ def llama(pico_llama) -> Any:
 def near_reader(pico_tokenizer, monkeypatch) -> None:
     """Scores of a model that reads only the last 500 tokens, and those perfectly."""
 
-    def score(model, texts, batch, advance):
+    def score(model, texts, advance):
         scores = []
         for text in texts:
             answer = text.token_ids[text.positions]

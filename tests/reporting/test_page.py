@@ -122,13 +122,8 @@ def test_a_trend_is_named_only_as_its_interval_allows(made, trend):
     result = copy.deepcopy(made["result"])
     slope = {"falling": -0.1, "rising": 0.1, "flat": 0.01}[trend]
     for line in result["parts"]["loss"]["result"]["lines"]:
-        for name in ("slope_per_doubling", "late_slope_per_1k"):
-            line[name] = {
-                "slope": slope,
-                "standard_error": 0.01,
-                "interval": [slope - 0.05, slope + 0.05],
-                "trend": trend,
-            }
+        interval = [slope - 0.05, slope + 0.05]
+        line["slope_per_doubling"] = {"slope": slope, "standard_error": 0.01, "interval": interval, "trend": trend}
     result["summary"] = summarise({name: entry["result"] for name, entry in result["parts"].items()})
     text = Reader(render(result)).text + card_section(result)
     for word in ("falling", "rising", "flat"):

@@ -230,6 +230,7 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):
         Path(name).write_text("text")
+    Path("i").mkdir()
     given: dict[str, Any] = {}
 
     def record(model, against, data, suite, out, **options):
