@@ -30,7 +30,6 @@ def panel(
         int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of each kind at most (128Ki; quick: 8Ki).")
     ] = None,
     chat: Annotated[int, typer.Option(help="Also compare greedy answers to so many prompts (208 at most).")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Kinds to measure; all if not given.")] = None,
     text_field: TextField = "text",
     device: Device = None,
     dtype: Dtype = None,
@@ -47,10 +46,10 @@ def panel(
     from retrofox.evaluation.panel_texts import choose_kinds
 
     look([model, against])
-    choose_kinds(data or (), only or ())
+    choose_kinds(data or ())
     from retrofox.evaluation.panel import panel as run
     from retrofox.loading.trust import trusting_code
 
-    options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat, "only": only or ()}
+    options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat}
     with trusting_code(trust_remote_code):
         run(model, against, data or (), out, **options, text_field=text_field, device=device, dtype=dtype)

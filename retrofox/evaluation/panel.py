@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,13 @@ QUICK_LENGTH, QUICK_TOKENS, QUICK_ANSWER = 2048, 8192, 32
 def panel(
     model: str | os.PathLike | PreTrainedModel,
     against: str | os.PathLike | PreTrainedModel,
-    data: Mapping[str, Any] | Sequence[str] = (),
+    data: Sequence[str] = (),
     out: str | os.PathLike | None = None,
     *,
     quick: bool = False,
     length: int | None = None,
     tokens: int | None = None,
     chat: int = 0,
-    only: Sequence[str] = (),
     text_field: str = "text",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -54,12 +53,11 @@ def panel(
 
     Args:
         against: the base.
-        data: KIND=PATH words, or {kind: paths}: such a kind replaces the shipped texts of its name. A directory
-            instead: each file or folder in it is a kind, and the shipped texts are left out.
+        data: KIND=PATH words: such a kind replaces the shipped texts of its name. A directory instead: each file or
+            folder in it is a kind, and the shipped texts are left out.
         out: directory for panel.json.
         quick: shorter rows and fewer tokens, for a CPU; `length` and `tokens` (of each kind) override either form.
         chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat".
-        only: kinds to measure; all if empty.
 
     Returns:
         A dict, as in panel.json: "kinds" (each as `summarise_rows` gives it), "worst" ({"kind", "from", "to", "mean",
@@ -73,7 +71,7 @@ def panel(
     tokens = (QUICK_TOKENS if quick else TOKENS) if tokens is None else tokens
     if length < 64 or tokens < length:
         raise ValueError(f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}")
-    kinds = choose_kinds(data, only)
+    kinds = choose_kinds(data)
     started = time.time()
     texts = [path for paths in kinds.values() for path in paths]
     _, tokenizer = check_comparison(model, [against], texts, out, tokenizer=tokenizer, dtype=dtype, device=device)
@@ -90,8 +88,7 @@ def panel(
         own, theirs = (answer(opened, prompts, answer_tokens, progress) for opened in (mine, its))
         instructions = compare_answers(mine, its, prompts, own, theirs)
         said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, theirs, strict=True)]
-        if not only or "chat" in only:
-            rows["chat"] = rows_of(said, length, tokens)
+        rows["chat"] = rows_of(said, length, tokens)
     found = _measure(mine, its, rows, length, progress)
     result: dict[str, Any] = {
         "model": {"label": mine.name, "source": mine.source},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,62 +26,36 @@ class Row:
     document: np.ndarray
 
 
-def shipped_kinds() -> dict[str, list[str]]:
-    """Kind -> files, of the texts that come with the package: small, and free to use (`panel-texts/LICENCE.md`)."""
-    return {file.stem: [str(file)] for file in sorted(SHIPPED.glob("*.txt"))}
+def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
+    """Kind -> paths: the user's, and the shipped ones (`panel-texts/LICENCE.md`) that the user has no texts of.
 
-
-def parse_kinds(data: Mapping[str, Any] | Sequence[str]) -> dict[str, list[str]]:
-    """Kind -> paths, of KIND=PATH words, directories of kinds, or a mapping; a kind given often has several paths.
+    Args:
+        data: KIND=PATH words, a kind given often having several paths; or directories in each of which a file or folder
+            is a kind, which then leave the shipped texts out.
 
     Raises:
         FileNotFoundError: a path that is not there.
         ValueError: a word without a kind that is no directory.
     """
     kinds: dict[str, list[str]] = {}
-    if isinstance(data, Mapping):
-        kinds = {kind: [paths] if isinstance(paths, str) else list(paths) for kind, paths in data.items()}
-    else:
-        for word in data:
-            kind, given, path = word.partition("=")
-            if is_panel(word):
-                for inner in sorted(Path(word).iterdir()):
-                    if not inner.name.startswith((".", "_")):
-                        kinds.setdefault(inner.name.split(".")[0], []).append(str(inner))
-                continue
-            if not (kind and given and path):
-                raise ValueError(
-                    f"texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for "
-                    f"each kind; got {word!r}"
-                )
-            kinds.setdefault(kind, []).append(path)
-    for path in (path for paths in kinds.values() for path in paths):
+    given: dict[str, list[str]] = {}
+    for word in data:
+        kind, _, path = word.partition("=")
+        if kind and path:
+            given.setdefault(kind, []).append(path)
+        elif Path(word).is_dir():
+            inner = [place for place in sorted(Path(word).iterdir()) if not place.name.startswith((".", "_"))]
+            kinds |= {place.name.split(".")[0]: [str(place)] for place in inner}
+        else:
+            raise ValueError(
+                "texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for each "
+                f"kind; got {word!r}"
+            )
+    for path in (path for paths in given.values() for path in paths):
         resolve(Source(path=path))
-    return kinds
-
-
-def is_panel(word: str) -> bool:
-    """Whether a word names a directory of kinds."""
-    return "=" not in word and Path(word).is_dir()
-
-
-def choose_kinds(data: Mapping[str, Any] | Sequence[str], only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The user's kinds and, unless there is a directory of kinds, the shipped ones that the user has no texts of.
-
-    Args:
-        only: names of kinds to keep; all if empty.
-
-    Raises:
-        ValueError: `only` names a kind that there is not.
-    """
-    whole = not isinstance(data, Mapping) and any(is_panel(word) for word in data)
-    kinds = {**({} if whole else shipped_kinds()), **parse_kinds(data)}
-    for name in only:
-        if name not in (*kinds, "chat"):
-            near = difflib.get_close_matches(name, kinds, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"no kind {name!r}{hint}: there are {', '.join([*kinds, 'chat'])}")
-    return {kind: paths for kind, paths in kinds.items() if not only or kind in only}
+    if not kinds:
+        kinds = {file.stem: [str(file)] for file in sorted(SHIPPED.glob("*.txt"))}
+    return kinds | given
 
 
 def rows_of(texts: Iterable[np.ndarray], length: int, tokens: int) -> list[Row]:

@@ -31,15 +31,13 @@ class Kept:
     given_device: str | None
 
     def __post_init__(self) -> None:
-        memory = self.folder / "parts" / "digests.json"
-        digests = Digests.load(memory)
+        digests = Digests()
         self.models = [model_fingerprint(source, digests) for source in (self.asked.model, *self.asked.against)]
         units = [unit for path in self.asked.data for unit in resolve(Source(path=path))]
         self.texts = hash_of([unit.identity(digests) for unit in units])
         place = self.asked.include_path
         files = sorted(file for file in Path(place).rglob("*") if file.is_file()) if place else []
         self.task_files = hash_of([[str(file.relative_to(str(place))), digests.of(file)] for file in files])
-        write_result(memory, json.dumps(digests.known).encode())
 
     def identity(self, part: Part) -> dict[str, Any]:
         """All that decides a part's numbers, as JSON has it: files by their content, not by where they lie."""

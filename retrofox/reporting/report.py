@@ -17,14 +17,12 @@ from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baseline_names import parse_all
 from retrofox.evaluation.baselines import base_for
 from retrofox.evaluation.task_names import refuse_unknown, refuse_without_tasks
-from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
-from retrofox.loading.source import first_line, holds_converted, read_config
+from retrofox.loading.source import first_line, holds_converted
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.reporting.kept import Kept
-from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
-from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
+from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE, card_section
 from retrofox.reporting.sections import Asked, Part, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
@@ -81,14 +79,8 @@ def report(
         ValueError: bad options, another tokenizer in `against`, nothing to measure, or nothing that could be.
     """
     started = time.time()
-    chosen = choose_suite(
-        suite,
-        resolve_device(device).type == "cpu",
-        length=length,
-        max_documents=max_documents,
-        trials=trials,
-        tasks=tasks,
-    )
+    sizes = {"length": length, "max_documents": max_documents, "trials": trials}
+    chosen = choose_suite(suite, resolve_device(device).type == "cpu", **sizes, tasks=tasks)
     asked = Asked(
         os.fspath(model),
         listed(against),
@@ -139,11 +131,6 @@ def _check(asked: Asked, suite: Suite) -> None:
     for path in asked.data:
         resolve(Source(path=path))
     tokenizer = open_tokenizer(asked.model)
-    for model in map(Path, (asked.model, *asked.against)):
-        if (model / "config.json").is_file() and not (model / "adapter_config.json").exists():
-            values = read_config(model)
-            if values.get("model_type", "").startswith("fox_"):
-                check_files(model, values)
     for other in asked.against:
         holds_converted(other)
         require_same_tokenizer(tokenizer, other)
@@ -174,10 +161,9 @@ def _run_all(
     """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
     console = _console()
     done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
+    for name, entry in done.items():
+        console.print(f"{name}: kept from before ({_duration(entry['seconds'])})")
     waiting = [part for part in parts if part.name not in done]
-    for part in parts:
-        if part.name in done:
-            console.print(f"{part.name}: kept from before ({_duration(done[part.name]['seconds'])})")
     for number, part in enumerate(waiting, 1):
         left = _left(waiting[number - 1 :], done.values())
         console.print(f"\n[{number}/{len(waiting)}] {part.name}: {part.measures}{left}", soft_wrap=True)
@@ -187,22 +173,19 @@ def _run_all(
         except ValueError as error:  # what an evaluation says of models or texts it can't measure
             missing[part.name] = first_line(error)
             console.print(f"{part.name} is left out: {missing[part.name]}", soft_wrap=True)
-            continue
-        done[part.name] = kept.write(part, time.perf_counter() - begun)
+        else:
+            done[part.name] = kept.write(part, time.perf_counter() - begun)
     return {part.name: done[part.name] for part in parts if part.name in done}
 
 
 def _left(waiting: Sequence[Part], done: Any) -> str:
-    """How long the part that begins and all that wait will take, at the speed of the finished ones."""
+    """How long all that waits will take, at the speed of the finished parts."""
     timed = [entry for entry in done if entry["tokens"]]
-    tokens = sum(entry["tokens"] for entry in timed)
-    if not tokens:
+    tokens = sum(part.tokens for part in waiting)
+    if not (timed and tokens):
         return ""
-    pace = sum(entry["seconds"] for entry in timed) / tokens
-    own, all_of_it = pace * waiting[0].tokens, pace * sum(part.tokens for part in waiting)
-    more = "" if all(part.tokens for part in waiting) else " and the tasks"
-    mine = f"; about {_duration(own)}" if waiting[0].tokens else ""
-    return f"{mine}, {_duration(all_of_it)}{more} left" if all_of_it else ""
+    seconds = tokens * sum(entry["seconds"] for entry in timed) / sum(entry["tokens"] for entry in timed)
+    return f"; about {_duration(seconds)}{'' if all(part.tokens for part in waiting) else ' and the tasks'} left"
 
 
 def _duration(seconds: float) -> str:

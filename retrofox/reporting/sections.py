@@ -1,4 +1,4 @@
-"""The sections of a report: the evaluation behind each one, and its options."""
+"""The parts of a report: the evaluation behind each one, and its options."""
 
 from __future__ import annotations
 
@@ -63,82 +63,88 @@ class Asked:
 
 def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     """(parts to run in their order, name -> why not of what the suite or the user asks for and can't be measured)."""
-    parts: list[Part] = []
-    missing: dict[str, str] = {}
-    specs = [baseline.text for baseline in asked.baselines]
-    models = {"model": asked.model, "against": asked.against}
-    columns = 1 + len(asked.against) + len(specs)
-    read: dict[str, Any] = {**models, "data": asked.data, "text_field": asked.text_field}
-    longest = tokens_label(suite.length)
-    for needles in suite.needles:
-        count = needles.depths * needles.trials
-        measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
-        options: dict[str, Any] = {"lengths": list(suite.lengths), "depths": needles.depths, "mode": [needles.mode]}
-        options |= {"trials": needles.trials, "baselines": specs}
-        tokens = count * sum(suite.lengths) * columns
-        parts.append(Part(f"needle-{needles.mode}", measures, needle, "needle.json", {**read, **options}, tokens))
-    options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
-    options["baselines"] = specs
-    measures = f"{_documents(suite.documents)} of up to {longest} tokens"
-    tokens = suite.documents * suite.length * (columns + 2)
-    parts.append(Part("loss", measures, evaluate, "eval.json", {**read, **options}, tokens))
+    planned = {**_needles(asked, suite), "loss": _loss(asked, suite)}
     if not asked.data:
-        missing = {part.name: "it needs texts: give --data" for part in parts}
-        parts = []
-    _add_panel(parts, missing, asked, suite)
-    _add_heads(parts, missing, asked, suite)
-    _add_tasks(parts, missing, asked, suite)
+        planned = dict.fromkeys(planned, "it needs texts: give --data")
+    planned |= {"panel": _panel(asked, suite), "heads": _heads(asked, suite), **_tasks(asked, suite)}
+    parts = [part for part in planned.values() if isinstance(part, Part)]
+    missing = {name: why for name, why in planned.items() if isinstance(why, str)}
+    if "panel" not in missing and not _chat(asked, suite):
+        missing["instructions"] = f"{asked.model} has no chat template: it is no instruct model's"
     return parts, missing
 
 
-def _documents(count: int) -> str:
-    return f"{count} document{'s' * (count > 1)}"
+def _models_and_texts(asked: Asked) -> dict[str, Any]:
+    specs = [baseline.text for baseline in asked.baselines]
+    models = {"model": asked.model, "against": asked.against, "baselines": specs}
+    return {**models, "data": asked.data, "text_field": asked.text_field}
 
 
-def _add_panel(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+def _needles(asked: Asked, suite: Suite) -> dict[str, Part | str]:
+    columns, parts = 1 + len(asked.against) + len(asked.baselines), {}
+    for mode, trials in suite.trials.items():
+        count = suite.depths * trials
+        options = {"lengths": list(suite.lengths), "depths": suite.depths, "mode": [mode], "trials": trials}
+        measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
+        tokens = count * sum(suite.lengths) * columns
+        options |= _models_and_texts(asked)
+        parts[f"needle-{mode}"] = Part(f"needle-{mode}", measures, needle, "needle.json", options, tokens)
+    return parts
+
+
+def _loss(asked: Asked, suite: Suite) -> Part:
+    options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
+    measures = _documents(suite.documents, suite.length)
+    tokens = suite.documents * suite.length * (3 + len(asked.against) + len(asked.baselines))
+    return Part("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
+
+
+def _documents(count: int, length: int) -> str:
+    return f"{count} document{'s' * (count > 1)} of up to {tokens_label(length)} tokens"
+
+
+def _panel(asked: Asked, suite: Suite) -> Part | str:
     if not asked.against:
-        missing["panel"] = "it compares with a base: give --against"
-        return
-    options: dict[str, Any] = {"model": asked.model, "against": asked.against[0], "chat": suite.chat}
+        return "it compares with a base: give --against"
+    options: dict[str, Any] = {"model": asked.model, "against": asked.against[0], "chat": _chat(asked, suite)}
     options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
-    options |= {"quick": True} if suite.panel_tokens < PANEL_ROW else {}
-    if not _has_chat_template(asked.model):
-        options["chat"] = 0
-        missing["instructions"] = f"{asked.model} has no chat template: it is no instruct model's"
+    options["quick"] = suite.panel_tokens < PANEL_ROW
     measures = f"11 kinds of text, {options['chat']} prompts answered"
-    parts.append(Part("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens))
+    return Part("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens)
 
 
-def _has_chat_template(model: str) -> bool:
-    return bool(getattr(open_tokenizer(model), "chat_template", None))
+def _chat(asked: Asked, suite: Suite) -> int:
+    """Prompts to answer: none without a chat template."""
+    return suite.chat if getattr(open_tokenizer(asked.model), "chat_template", None) else 0
 
 
-def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+def _heads(asked: Asked, suite: Suite) -> Part | str:
     if not holds_converted(asked.model):
-        missing["heads"] = f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
-        return
+        return f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
+    documents = max(1, suite.documents // 4)
     options: dict[str, Any] = {"model": asked.model, "data": asked.data, "length": suite.heads_length}
-    options |= {"max_documents": suite.heads_documents, "text_field": asked.text_field}
-    tokens = 2 * suite.heads_length * suite.heads_documents if asked.data else 0
-    measures = f"{_documents(suite.heads_documents)} of up to {tokens_label(suite.heads_length)} tokens"
-    parts.append(Part("heads", measures if asked.data else "parameters alone", inspect, "gates.json", options, tokens))
+    options |= {"max_documents": documents, "text_field": asked.text_field}
+    measures = _documents(documents, suite.heads_length) if asked.data else "the gates' parameters"
+    tokens = 2 * suite.heads_length * documents if asked.data else 0
+    return Part("heads", measures, inspect, "gates.json", options, tokens)
 
 
-def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
+    """Short tasks at TASK_LENGTH, long ones at the suite's length."""
     if not suite.tasks:
-        missing["tasks"] = "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"
-    elif find_spec("lm_eval") is None:
-        missing["tasks"] = (
-            f"{', '.join(suite.tasks)} need lm-eval, which is not installed: pip install '.[eval]' in a clone"
-        )
-    else:
-        long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
-        short = [name for name in suite.tasks if name not in long]
-        for name, tasks, length in (("tasks", short, TASK_LENGTH), ("tasks-long", long, suite.length)):
-            if tasks:
-                options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
-                options |= {"length": length, "include_path": asked.include_path, "limit": asked.limit}
-                if name == "tasks-long" and asked.limit is None:
-                    options["limit"] = RULER_EXAMPLES
-                measures = f"{len(expand(tasks))} tasks or groups"
-                parts.append(Part(name, measures, evaluate, "eval.json", options))
+        return {"tasks": "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"}
+    if find_spec("lm_eval") is None:
+        names = ", ".join(suite.tasks)
+        return {"tasks": f"{names} need lm-eval, which is not installed: pip install '.[eval]' in a clone"}
+    long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
+    short = [name for name in suite.tasks if name not in long]
+    parts: dict[str, Part | str] = {}
+    for name, tasks, length, limit in (
+        ("tasks", short, TASK_LENGTH, asked.limit),
+        ("tasks-long", long, suite.length, asked.limit or RULER_EXAMPLES),
+    ):
+        if tasks:
+            options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
+            options |= {"length": length, "include_path": asked.include_path, "limit": limit}
+            parts[name] = Part(name, f"{len(expand(tasks))} tasks or groups", evaluate, "eval.json", options)
+    return parts

@@ -77,8 +77,7 @@ def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
             return dict(result["names"])
         if "kinds" in result:
             return {key: result[key]["label"] for key in ("model", "base")}
-    gates = next(result for result in results.values() if "heads" in result)
-    return {"model": gates["model"].rstrip("/").rsplit("/", 1)[-1]}
+    return {"model": next(result["name"] for result in results.values() if "heads" in result)}
 
 
 def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
@@ -98,7 +97,7 @@ def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
         if "kinds" in result:
             result["model"]["label"] = name
         elif "heads" in result:
-            result["model"] = name
+            result["name"] = name
         elif "answers" in result:
             models = result["models"].items()
             old = next(label for label, values in models if values["role"] == "model")

@@ -331,7 +331,7 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "eval {base} --tasks piqa,nonsense": "unknown task nonsense;",
         "eval {base} --data x.txt --dtype int8": "--dtype",
         "eval {base}": "nothing to evaluate on",
-        "panel {base} --against {base} --only proze": "no kind 'proze'",
+        "panel {base} --against {base} --data proze": "texts of a panel are KIND=PATH",
         "report {base} --suite short": "--suite",
         "report {base} --tasks nonsense": "unknown task nonsense;",
         "plan smollm2-lora --sharding fsdp1": "--sharding",

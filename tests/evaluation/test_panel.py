@@ -14,7 +14,7 @@ from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, common_pr
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel import panel
 from retrofox.evaluation.panel_report import headline, worst_row
-from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, parse_kinds, rows_of, shipped_kinds
+from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, rows_of
 from retrofox.loading.loaded_model import LoadedModel
 
 
@@ -24,13 +24,13 @@ def models(pico_fox, pico_llama) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def texts(tmp_path) -> dict[str, str]:
-    """Two kinds: six short documents, and one long one."""
-    (tmp_path / "many").mkdir()
+def texts(tmp_path) -> list[str]:
+    """Two kinds in place of the shipped ones: six short documents, and one long one."""
+    (tmp_path / "kinds" / "many").mkdir(parents=True)
     for number in range(6):
-        (tmp_path / "many" / f"{number}.txt").write_text(f"the fox forgets gate {number}, and so on. ")
-    (tmp_path / "one.txt").write_text("int main(void) { return 0; }\n" * 30)
-    return {"many": str(tmp_path / "many"), "one": str(tmp_path / "one.txt")}
+        (tmp_path / "kinds" / "many" / f"{number}.txt").write_text(f"the fox forgets gate {number}, and so on. ")
+    (tmp_path / "kinds" / "one.txt").write_text("int main(void) { return 0; }\n" * 30)
+    return [str(tmp_path / "kinds")]
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ def test_the_worst_row_is_the_headline():
 
 
 def test_every_kind_has_its_row_and_the_files_hold_it(models, texts, options, tmp_path, capsys):
-    result = panel(models[0], models[1], texts, tmp_path / "out", only=["many", "one", "verse"], **options)
-    assert list(result["kinds"]) == ["verse", "many", "one"]
-    assert [found["sample"] for found in result["kinds"].values()] == ["rows", "documents", "rows"]
+    result = panel(models[0], models[1], texts, tmp_path / "out", **options)
+    assert list(result["kinds"]) == ["many", "one"]
+    assert [found["sample"] for found in result["kinds"].values()] == ["documents", "rows"]
     assert result["kinds"]["one"]["tokens"] <= 256
     assert [(span["from"], span["to"]) for span in result["kinds"]["one"]["spans"]] == [(0, 4), (32, 64)]
     written = json.loads((tmp_path / "out" / "panel.json").read_text())
@@ -124,10 +124,10 @@ def test_every_kind_has_its_row_and_the_files_hold_it(models, texts, options, tm
 
 
 def test_a_models_own_answers_are_the_same_and_are_read_as_one_more_kind(models, texts, options):
-    result = panel(models[1], models[1], texts, **options, only=["one", "chat"], chat=2, quick=True)
+    result = panel(models[1], models[1], texts, **options, chat=2, quick=True)
     said = result["instructions"]
     assert (said["prompts"], said["same"]["value"], said["difference"]["mean"]) == (2, 1.0, 0.0)
-    assert list(result["kinds"]) == ["one", "chat"]
+    assert list(result["kinds"]) == ["many", "one", "chat"]
 
 
 def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):
@@ -153,7 +153,7 @@ def test_a_common_prefix_ends_at_the_first_other_token():
 def test_shipped_texts_are_small_many_and_each_named_with_its_licence():
     files = [file for file in SHIPPED.iterdir() if file.name != "LICENCE.md"]
     assert sum(file.stat().st_size for file in files) < 300_000
-    assert len(shipped_kinds()) >= 11
+    assert len(choose_kinds([])) == 11
     licences = (SHIPPED / "LICENCE.md").read_text(encoding="utf-8")
     assert all(file.name in licences for file in files)
 
@@ -168,14 +168,13 @@ def test_the_users_texts_replace_shipped_ones_of_their_kind(tmp_path):
 def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypatch):
     for change, message in (
         ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
-        ({"only": ["vers"]}, r"no kind 'vers' \(did you mean verse\?\)"),
         ({"length": 8}, "a row has at least 64 tokens"),
         ({"chat": 999}, "chat must be 1 to 208 prompts"),
     ):
         with pytest.raises(ValueError, match=message):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        parse_kinds(["c=nowhere.c"])
+        choose_kinds(["c=nowhere.c"])
     monkeypatch.setattr(options["tokenizer"], "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         panel(*models, **options, chat=3)
@@ -213,7 +212,7 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
         (tmp_path / name).write_text("text")
     given: dict[str, Any] = {}
     monkeypatch.setattr(panel_module, "panel", lambda *args, **options: given.update(options, args=args))
-    words = "me/m --against me/b --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5 --only a b"
+    words = "me/m --against me/b --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5"
     assert run("panel", *words.split())[0] == 0
     assert [str(x) if not isinstance(x, list) else x for x in given.pop("args")] == [
         "me/m",
@@ -222,6 +221,6 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
         "o",
     ]
     assert given == {
-        "quick": True, "length": 1024, "tokens": 4096, "chat": 5, "only": ["a", "b"], "text_field": "text",
+        "quick": True, "length": 1024, "tokens": 4096, "chat": 5, "text_field": "text",
         "device": None, "dtype": None,
     }  # fmt: skip

@@ -9,15 +9,15 @@ import pytest
 
 from retrofox.reporting import suites
 from retrofox.reporting.report import report
-from retrofox.reporting.suites import Needles, Suite
+from retrofox.reporting.suites import Suite
 
 SMALL = Suite(
     length=512,
     lengths=(400, 512),
-    needles=(Needles("easy", 1, 2), Needles("standard", 1, 1)),
+    depths=1,
+    trials={"easy": 2, "standard": 1},
     documents=3,
     heads_length=64,
-    heads_documents=1,
     panel_tokens=128,
     chat=2,
 )

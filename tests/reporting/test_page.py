@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from retrofox.reporting.format_numbers import cell, difference
-from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
+from retrofox.reporting.pushed import card_section
 from retrofox.reporting.report import report
 from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, summarise
 
