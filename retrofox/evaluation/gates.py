@@ -98,7 +98,7 @@ def inspect(
     _require_finite(heads, opened.source)
     result: dict[str, Any] = {
         "model": opened.source,
-        "name": opened.name,
+        "names": {"model": opened.name},
         "fox": opened.fox,
         "trained_length": trained,
         "length": length,

@@ -93,6 +93,7 @@ def needle(
         "trials": trials,
         "seed": seed,
         "data": sources,
+        "names": {},
         "models": {},
         "answers": [],
         "environment": environment(),
@@ -100,6 +101,7 @@ def needle(
     for role, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
         begun = time.perf_counter()
         answers = _answers(opened, prompts, progress)
+        result["names"][role] = opened.name
         result["models"][opened.name] = {
             "source": opened.source,
             "role": role,

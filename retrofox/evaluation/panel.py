@@ -91,6 +91,7 @@ def panel(
         rows["chat"] = rows_of(said, length, tokens)
     found = _measure(mine, its, rows, length, progress)
     result: dict[str, Any] = {
+        "names": {"model": mine.name, "base": its.name},
         "model": {"label": mine.name, "source": mine.source},
         "base": {"label": its.name, "source": its.source},
         "length": length,

@@ -67,17 +67,7 @@ def headline(rows: list[dict[str, Any]], few: list[str]) -> str:
 
 def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Names of the columns, the model first."""
-    for result in results.values():
-        if "buckets" in result:
-            return {line["key"]: line["label"] for line in result["lines"] if line["key"] not in CONTROLS}
-        if "answers" in result:
-            return {values["role"]: name for name, values in result["models"].items()}
-    for result in results.values():
-        if result.get("names"):
-            return dict(result["names"])
-        if "kinds" in result:
-            return {key: result[key]["label"] for key in ("model", "base")}
-    return {"model": next(result["name"] for result in results.values() if "heads" in result)}
+    return {key: label for result in results.values() for key, label in result["names"].items()}
 
 
 def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
@@ -89,16 +79,13 @@ def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
     if name in [label for key, label in _labels(results).items() if key != "model"]:
         raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
     for result in results.values():
+        result["names"]["model"] = name
         for line in (*result.get("lines", ()), *result.get("curves", ()), *result.get("difference_curves", ())):
             if line["key"] == "model":
                 line["label"] = name
-        if result.get("names"):
-            result["names"]["model"] = name
         if "kinds" in result:
             result["model"]["label"] = name
-        elif "heads" in result:
-            result["name"] = name
-        elif "answers" in result:
+        if "answers" in result:
             models = result["models"].items()
             old = next(label for label, values in models if values["role"] == "model")
             result["models"] = {name if label == old else label: values for label, values in models}

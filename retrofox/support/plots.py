@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from retrofox.support.files import write_result
 
@@ -37,9 +37,9 @@ STYLE: dict[Any, Any] = {
 
 def loss_figure(
     curves: Sequence[dict[str, Any]],
-    differences: Sequence[dict[str, Any]] = (),
+    differences: Sequence[dict[str, Any]],
     *,
-    reference: str = "",
+    reference: str,
     trained_length: int | None = None,
     subtitle: str = "",
 ) -> Figure:
@@ -49,95 +49,77 @@ def loss_figure(
     breaks beyond its trained length does not hide what happens within it.
 
     Args:
-        curves: per model {"label", "position" (tokens), "mean" (nats), "standard_error" (nats or None each)}; "look",
-            a number, sets colour and dashes, so that a model looks the same in every figure.
-        differences: the same, of loss less the reference's loss; a label found in `curves` keeps its colour.
+        curves: per model {"label", "look", "position" (tokens), "mean" (nats), "standard_error" (nats or None each)};
+            "look", a number, sets colour and dashes, so that a model looks the same in every figure.
+        differences: the same, of loss less the reference's loss; empty where there is nothing to compare with.
         reference: label of the model that differences are taken to.
         trained_length: drawn as a vertical line where it lies inside the positions shown.
     """
-    looks = {curve["label"]: curve.get("look", number) for number, curve in enumerate(curves)}
-    last = max(float(np.asarray(c["position"])[-1]) for c in curves)
+    last = max(float(curve["position"][-1]) for curve in curves)
     first = max(1.0, min(16.0, last / 16))
     with matplotlib.rc_context(STYLE):
+        figure = new_figure(8.0, 6.6 if differences else 4.8)
+        panels = list(figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)) if differences else [figure.subplots()])
+        for panel, drawn in zip(panels, (curves, differences), strict=False):
+            for curve in drawn:
+                _line(panel, curve)
+            _limit(panel, drawn, first)
+            if trained_length is not None and first < trained_length < last:
+                panel.axvline(trained_length, color="#555555", lw=1.0, ls=(0, (4, 3)))
+                place = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 9, "color": "#555555"}
+                text = f"trained length {tokens_label(trained_length)} "
+                panel.text(trained_length, 0.99, text, transform=panel.get_xaxis_transform(), **place)
         if differences:
-            figure = Figure(figsize=(8.0, 6.6), layout="constrained")
-            FigureCanvasAgg(figure)
-            axes, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-            for curve in differences:
-                _line(lower, curve, looks[curve["label"]])
+            lower = panels[1]
             lower.axhline(0, color="black", lw=0.9)
-            _limit(lower, differences, first)
-            low, high = lower.get_ylim()
-            if max(-low, high) > 1.0:
+            if max(map(abs, lower.get_ylim())) > 1.0:
                 lower.set_yscale("symlog", linthresh=0.1, linscale=0.6, base=10)
                 lower.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+g}" if v else "0"))
             lower.set_ylabel("Difference (nats)")
             lower.set_title(f"L(i) less that of {reference}", fontsize=10)
-        else:
-            figure, axes = _figure(8.0, 4.8)
-            lower = axes
-        for curve in curves:
-            _line(axes, curve, looks[curve["label"]])
-        lower.set_xscale("log", base=2)
-        lower.set_xlim(first, last)
-        _limit(axes, curves, first)
-        lower.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
-        lower.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
-        lower.xaxis.set_minor_formatter(NullFormatter())
-        if trained_length is not None and first < trained_length < last:
-            for panel in {axes, lower}:
-                panel.axvline(trained_length, color="#555555", lw=1.0, ls=(0, (4, 3)))
-            style = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": "#555555"}
-            text = f"trained length {tokens_label(trained_length)}"
-            place = {"xytext": (-4, -3), "rotation": 90, "ha": "right", "va": "top", "fontsize": 9}
-            axes.annotate(text, (trained_length, 1.0), **place, **style)
-        lower.set_xlabel("Position i in the document (tokens, log scale)")
-        axes.set_ylabel("Loss L(i) (nats per token)")
-        _titles(axes, "Per-token loss", subtitle)
-        axes.legend(loc="best", fontsize=10, handlelength=2.6)
+        below = panels[-1]
+        below.set_xscale("log", base=2)
+        below.set_xlim(first, last)
+        below.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
+        below.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
+        below.xaxis.set_minor_formatter(NullFormatter())
+        below.set_xlabel("Position i in the document (tokens, log scale)")
+        panels[0].set_ylabel("Loss L(i) (nats per token)")
+        _titles(panels[0], "Per-token loss", subtitle)
+        panels[0].legend(loc="best", fontsize=10, handlelength=2.6)
     return figure
 
 
 def needle_figure(
-    grid: np.ndarray,
+    grid: Sequence[Sequence[float]],
     lengths: Sequence[int],
     depths: Sequence[float],
     *,
     trained_length: int | None = None,
-    title: str = "Needle retrieval",
+    title: str,
     subtitle: str = "",
 ) -> Figure:
     """Share of needles found, as a heat-map: context length across, depth of the needle (0 = start) downwards.
 
     Args:
-        grid: (depths, lengths) of shares in [0, 1]; NaN = not run.
+        grid: (depths, lengths) of shares in [0, 1].
     """
-    values = np.asarray(grid, float)
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure, axes = _figure(max(5.0, 1.0 * len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9))
-        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        figure = new_figure(max(5.0, len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9))
+        axes = figure.subplots()
+        image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axes.set_xticks(range(len(lengths)), [tokens_label(n) for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * d:g} %" for d in depths])
         axes.tick_params(length=0)
-        axes.set_xticks(np.arange(-0.5, len(lengths)), minor=True)
-        axes.set_yticks(np.arange(-0.5, len(depths)), minor=True)
-        axes.grid(which="minor", color="white", linewidth=1.5)
-        axes.tick_params(which="minor", length=0)
-        for row in range(len(depths)):
-            for column in range(len(lengths)):
-                share = values[row, column]
-                text = "" if np.isnan(share) else f"{share:.0%}"
-                shade = "white" if share < 0.55 else "black"
-                axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade)
-        beyond = [c for c, n in enumerate(lengths) if trained_length is not None and n > trained_length]
-        if beyond and beyond[0] > 0:
-            axes.axvline(beyond[0] - 0.5, color="#D55E00", lw=2)
-        axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if beyond and beyond[0] else ""))
+        for (row, column), share in np.ndenumerate(grid):
+            shade = "white" if share < 0.55 else "black"
+            axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=shade)
+        inside = sum(trained_length is None or n <= trained_length for n in lengths)
+        if 0 < inside < len(lengths):
+            axes.axvline(inside - 0.5, color="#D55E00", lw=2)
+        axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if 0 < inside < len(lengths) else ""))
         axes.set_ylabel("Depth of the needle")
-        bar = figure.colorbar(image, ax=axes, pad=0.02)
-        bar.set_label("Needles found")
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        figure.colorbar(image, ax=axes, pad=0.02, label="Needles found", format=PercentFormatter(1.0, 0))
         _titles(axes, title, subtitle)
     return figure
 
@@ -156,44 +138,36 @@ def half_life_figure(
         half_lives: per layer, one half-life in tokens per head; values over `ceiling` (and inf, a gate that never
             forgets) are drawn at the ceiling as open triangles.
     """
+    points: dict[str, list[tuple[float, float]]] = {}
+    for layer, heads in enumerate(half_lives):
+        for x, value in zip(layer + 0.5 * (np.arange(1, len(heads) + 1) / (len(heads) + 1) - 0.5), heads, strict=True):
+            middle = "local" if value < local_below else "global" if value >= global_from else "medium"
+            kind = "open" if value > ceiling else middle
+            points.setdefault(kind, []).append((x, min(value, ceiling)))
+    names = {kind: f"{kind} ({len(own)})" for kind, own in points.items()}
+    names["open"] = f"over {tokens_label(ceiling)} ({len(points.get('open', ()))})"
+    looks: dict[str, dict[str, Any]] = {
+        "local": {"color": COLOURS[1], "marker": "v"},
+        "medium": {"color": "#777777", "marker": "o"},
+        "global": {"color": COLOURS[0], "marker": "s"},
+        "open": {"facecolors": "none", "edgecolors": "black", "marker": "^"},
+    }
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(max(7.0, 0.25 * len(half_lives) + 3.0), 4.6)
-        kinds = (("local", COLOURS[1], "v"), ("medium", "#777777", "o"), ("global", COLOURS[0], "s"))
-        points: dict[str, list[tuple[float, float]]] = {"local": [], "medium": [], "global": [], "open": []}
-        for layer, heads in enumerate(half_lives):
-            for head, value in enumerate(heads):
-                x = layer + (0.0 if len(heads) == 1 else 0.5 * (head / (len(heads) - 1) - 0.5))
-                if not value <= ceiling:
-                    points["open"].append((x, ceiling))
-                else:
-                    kind = "local" if value < local_below else "global" if value >= global_from else "medium"
-                    points[kind].append((x, value))
-        for kind, colour, marker in kinds:
-            if points[kind]:
-                x, y = zip(*points[kind], strict=True)
-                label = f"{kind} ({len(x)})"
-                axes.scatter(x, y, s=20, color=colour, marker=marker, label=label, linewidths=0, alpha=0.85)
-        if points["open"]:
-            x, y = zip(*points["open"], strict=True)
-            label = f"over {tokens_label(ceiling)} ({len(x)})"
-            axes.scatter(x, y, s=26, facecolors="none", edgecolors="black", marker="^", label=label)
+        figure = new_figure(max(7.0, 0.25 * len(half_lives) + 3.0), 4.6)
+        axes = figure.subplots()
+        for kind, look in looks.items():
+            if kind in points:
+                axes.scatter(*zip(*points[kind], strict=True), s=20, label=names[kind], alpha=0.85, **look)
         layers = [layer for layer, heads in enumerate(half_lives) if len(heads)]
-        axes.plot(
-            layers,
-            [float(np.median(np.minimum(half_lives[n], ceiling))) for n in layers],
-            color="black",
-            lw=1.2,
-            alpha=0.7,
-        )
+        medians = [float(np.median(np.minimum(half_lives[n], ceiling))) for n in layers]
+        axes.plot(layers, medians, color="black", lw=1.2, alpha=0.7)
         axes.set_yscale("log", base=2)
-        if points["open"]:
-            axes.set_ylim(top=ceiling * 1.5)
         for level in (local_below, global_from):
             axes.axhline(level, color="#999999", lw=0.8, ls=(0, (4, 3)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlim(-0.6, len(half_lives) - 0.4)
-        axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[attr-defined]
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("Layer (heads side by side; line: median)")
         axes.set_ylabel("Half-life (tokens, log scale)")
         _titles(axes, "Half-lives of the forget gates", subtitle)
@@ -234,35 +208,37 @@ def tokens_label(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no global pyplot state, no display
-    return figure, figure.add_subplot()
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def legend_label(name: str) -> str:
+    """A name as a legend shows it, which leaves out _names."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def _titles(axes: Any, title: str, subtitle: str) -> None:
     axes.set_title(title, fontweight="bold", pad=20 if subtitle else 8)
-    if subtitle:
-        style = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "color": "#555555"}
-        axes.annotate(subtitle, (0, 1), xytext=(0, 5), va="bottom", **style)
+    style = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "color": "#555555"}
+    axes.annotate(subtitle, (0, 1), xytext=(0, 5), va="bottom", **style)
 
 
-def _line(axes: Any, curve: dict[str, Any], number: int) -> None:
+def _line(axes: Any, curve: dict[str, Any]) -> None:
     """A curve and the band of its standard error; the first curve lies on top."""
-    x, mean = np.asarray(curve["position"], float), np.asarray(curve["mean"], float)
+    mean = np.array(curve["mean"], float)
     error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
-    colour, order = COLOURS[number % len(COLOURS)], 3.0 - 0.01 * number
-    style = LINES[number % len(LINES)]
-    label = f" {curve['label']}" if curve["label"].startswith("_") else curve["label"]  # a legend leaves out _names
-    axes.plot(x, mean, color=colour, linestyle=style, lw=1.9, label=label, zorder=order)
-    axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
+    colour, style = COLOURS[curve["look"] % len(COLOURS)], LINES[curve["look"] % len(LINES)]
+    look = {"color": colour, "linestyle": style, "lw": 1.9, "zorder": 3.0 - 0.01 * curve["look"]}
+    axes.plot(curve["position"], mean, label=legend_label(curve["label"]), **look)
+    axes.fill_between(curve["position"], mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
 
 
 def _limit(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
     """Fits the vertical range to the means at the positions shown."""
-    values = np.concatenate([np.asarray(c["mean"], float)[np.asarray(c["position"], float) >= first] for c in curves])
-    if len(values) < 2:
-        return
-    low, high = float(values.min()), float(values.max())
-    margin = 0.08 * max(high - low, 0.01)
-    axes.set_ylim(low - margin, high + margin)
+    shown = [m for curve in curves for m, at in zip(curve["mean"], curve["position"], strict=True) if at >= first]
+    if len(shown) > 1:
+        margin = 0.08 * max(max(shown) - min(shown), 0.01)
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)

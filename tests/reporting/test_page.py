@@ -132,7 +132,7 @@ def test_a_trend_is_named_only_as_its_interval_allows(made, trend):
 
 def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
     result: dict[str, Any] = {"modes": ["easy"], "lengths": [64], "depths": [0.0], "trials": len(model)}
-    result |= {"models": {}, "answers": []}
+    result |= {"models": {}, "answers": [], "names": {"model": "mine", "base": "theirs"}}
     for name, role, shares in (("mine", "model", model), ("theirs", "base", base)):
         row = {"found": sum(shares) / len(shares), "interval": [0.1, 0.9], "prompts": len(shares)}
         result["models"][name] = {"role": role, "modes": {"easy": {"by_length": [row]}}}

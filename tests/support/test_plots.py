@@ -19,10 +19,11 @@ from retrofox.support.plots import (
 )
 
 
-def curve(label: str, level: float, error: float | None = 0.1) -> dict:
+def curve(label: str, level: float, error: float | None = 0.1, look: int = 0) -> dict:
     position = np.geomspace(1, 4096, 40)
     return {
         "label": label,
+        "look": look,
         "position": position.tolist(),
         "mean": (level - 0.05 * np.log2(position)).tolist(),
         "standard_error": [error] * 40,
@@ -30,7 +31,7 @@ def curve(label: str, level: float, error: float | None = 0.1) -> dict:
 
 
 def test_loss_figure_draws_each_model_once_with_units_and_a_legend():
-    figure = loss_figure([curve("retrofit", 4.0), curve("base", 4.2)], trained_length=1024)
+    figure = loss_figure([curve("retrofit", 4.0), curve("base", 4.2)], [], reference="base", trained_length=1024)
     [axes] = figure.axes
     labels = [line.get_label() for line in axes.get_lines()]
     assert labels[:2] == ["retrofit", "base"]
@@ -43,7 +44,7 @@ def test_loss_figure_draws_each_model_once_with_units_and_a_legend():
 
 
 def test_models_are_told_apart_by_colour_and_by_line_style():
-    figure = loss_figure([curve(str(n), 4.0) for n in range(6)])
+    figure = loss_figure([curve(str(n), 4.0, look=n) for n in range(6)], [], reference="0")
     lines = figure.axes[0].get_lines()[:6]
     assert len({line.get_color() for line in lines}) == 6
     assert len({str(vars(line)["_unscaled_dash_pattern"]) for line in lines}) == 6
@@ -55,32 +56,32 @@ def test_names_are_drawn_as_they_are(tmp_path):
     figure = loss_figure([curve(name, 4.0), curve("a$b$", 4.1)], [curve(name, 0.1)], reference="a$b$", subtitle=name)
     assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == [name, "a$b$"]  # type: ignore
     save_figure(figure, tmp_path / "loss")
-    save_figure(needle_figure(np.ones((1, 1)), [1024], [0.0], title=name), tmp_path / "needle")
+    save_figure(needle_figure([[1.0]], [1024], [0.0], title=name), tmp_path / "needle")
 
 
 def test_differences_get_a_panel_of_their_own_in_the_same_colours():
-    figure = loss_figure([curve("a", 4.0), curve("b", 4.2)], [curve("a", 0.1)], reference="b")
-    upper, lower = figure.axes
-    assert lower.get_lines()[0].get_color() == upper.get_lines()[0].get_color()
-    assert lower.get_title(loc="left") == "L(i) less that of b"
+    curves = [curve("a", 4.0, look=0), curve("b", 4.2, look=1)]
+    upper, lower = loss_figure(curves, [curve("b", 0.1, look=1)], reference="a").axes
+    assert lower.get_lines()[0].get_color() == upper.get_lines()[1].get_color()
+    assert lower.get_title(loc="left") == "L(i) less that of a"
     assert "nats" in lower.get_ylabel()
     assert lower.get_yscale() == "linear"
-    wide = loss_figure([curve("a", 4.0), curve("b", 9.0)], [curve("a", -5.0)], reference="b")
+    wide = loss_figure(curves, [curve("b", -5.0, look=1)], reference="a")
     assert wide.axes[1].get_yscale() == "symlog"
 
 
 def test_a_single_document_has_no_band_and_still_draws(tmp_path):
-    paths = save_figure(loss_figure([curve("one", 3.0, None)]), tmp_path / "one")
+    paths = save_figure(loss_figure([curve("one", 3.0, None)], [], reference=""), tmp_path / "one")
     assert [path.rsplit(".", 1)[1] for path in paths] == ["png", "svg"]
 
 
 def test_needle_figure_shows_every_cell():
-    grid = np.array([[1.0, 0.5], [0.25, np.nan], [0.0, 0.75]])
-    figure = needle_figure(grid, [1024, 8192], [0.0, 0.5, 1.0], trained_length=2048)
+    grid = [[1.0, 0.5], [0.25, 1.0], [0.0, 0.75]]
+    figure = needle_figure(grid, [1024, 8192], [0.0, 0.5, 1.0], trained_length=2048, title="t")
     axes = figure.axes[0]
-    np.testing.assert_array_equal(np.asarray(axes.images[0].get_array())[:2, 0], [1.0, 0.25])
+    np.testing.assert_array_equal(np.asarray(axes.images[0].get_array()), grid)
     shown = [text.get_text() for text in axes.texts]
-    assert [text for text in shown if text.endswith("%")] == ["100%", "50%", "25%", "0%", "75%"]
+    assert [text for text in shown if text.endswith("%")] == ["100%", "50%", "25%", "100%", "0%", "75%"]
     assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1k", "8k"]
 
 
@@ -92,7 +93,10 @@ def test_half_life_figure_counts_local_and_global_heads():
 
 def test_the_same_numbers_give_the_same_files(tmp_path):
     first, second = (
-        [Path(path).read_bytes() for path in save_figure(loss_figure([curve("a", 4.0)]), tmp_path / name)]
+        [
+            Path(path).read_bytes()
+            for path in save_figure(loss_figure([curve("a", 4.0)], [], reference=""), tmp_path / name)
+        ]
         for name in ("x", "y")
     )
     assert first == second

@@ -9,14 +9,23 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
 from retrofox.evaluation.statistics import wilson_interval
-from retrofox.support.plots import COLOURS, LINES, STYLE, needle_figure, save_csv, save_figure, tokens_label
+from retrofox.support.plots import (
+    COLOURS,
+    LINES,
+    STYLE,
+    legend_label,
+    needle_figure,
+    new_figure,
+    save_csv,
+    save_figure,
+    tokens_label,
+)
 
 ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found", "log_probability", "answer"),)
 
@@ -87,7 +96,7 @@ def depth_figure(result: dict[str, Any], name: str, mode: str) -> Figure:
     """One model's share found over depths and lengths in one mode."""
     values = result["models"][name]
     return needle_figure(
-        np.array(values["modes"][mode]["found"]),
+        values["modes"][mode]["found"],
         result["lengths"],
         result["depths"],
         trained_length=values["trained_length"],
@@ -100,8 +109,7 @@ def length_figure(result: dict[str, Any]) -> Figure:
     """Share found against context length: a panel for each mode, a line for each model, bars the Wilson intervals."""
     modes, lengths = result["modes"], result["lengths"]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(6.8, 2.0 + 3.6 * len(modes)), 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(max(6.8, 2.0 + 3.6 * len(modes)), 4.0)
         panels = figure.subplots(1, len(modes), squeeze=False, sharey=True)
         for mode, panel in zip(modes, panels.flat, strict=True):
             for place, (name, values) in enumerate(result["models"].items()):
@@ -117,14 +125,14 @@ def length_figure(result: dict[str, Any]) -> Figure:
                     marker="o",
                     markersize=4,
                     capsize=3,
-                    label=f" {name}" if name.startswith("_") else name,  # a legend leaves out _names
+                    label=legend_label(name),
                 )
             panel.set_title(mode, fontsize=11)
             panel.set_xscale("log", base=2)
             panel.set_xticks(lengths, [tokens_label(length) for length in lengths])
             panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_ylim(-0.03, 1.03)
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+            panel.yaxis.set_major_formatter(PercentFormatter(1.0))
             panel.set_xlabel("Context length (tokens)")
         panels.flat[0].set_ylabel("Needles found")
         panels.flat[0].legend(loc="best", fontsize=9)
