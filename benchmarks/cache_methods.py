@@ -31,8 +31,7 @@ from retrofox.data.windows import Window
 from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.baselines import build
 from retrofox.evaluation.live_share import measure_live_share
-from retrofox.evaluation.needles.haystack import Haystack, read_haystack
-from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts
+from retrofox.evaluation.needle_prompts import EncodedTask, Haystack, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.statistics import mean_over_documents, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel, open_model

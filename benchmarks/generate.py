@@ -46,7 +46,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCac
 import retrofox
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.anatomy import attentions, inner_model
-from retrofox.evaluation.needles.haystack import read_haystack
+from retrofox.evaluation.needle_prompts import read_haystack
 from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.loaded_model import open_model

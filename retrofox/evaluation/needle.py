@@ -21,10 +21,8 @@ import torch
 from retrofox.data.sources import listed
 from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import check_comparison, columns, listed_models
-from retrofox.evaluation.needles.haystack import read_haystack
-from retrofox.evaluation.needles.prompts import Prompt, make_prompts
-from retrofox.evaluation.needles.report import by_length, grid, print_tables, write_files
-from retrofox.evaluation.needles.tasks import MODES
+from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
+from retrofox.evaluation.needle_report import by_length, grid, print_tables, write_files
 from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
@@ -69,16 +67,23 @@ def needle(
         baselines: made of the base and asked too, such as "yarn:4" (see `baselines`).
 
     Returns:
-        {"models": {name: {"found": depths x lengths shares of the first mode, "modes": {mode: {"found",
-        "by_length": [{"length", "prompts", "found", "interval", "log_probability", ...}]}}}}, "answers": [...], ...}.
+        {"models": {name: {"modes": {mode: {"found": depths x lengths shares, "by_length": [{"length", "prompts",
+        "found", "interval", "log_probability"}]}}}}, "answers": [...], ...}.
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
         ValueError: bad options, no text, another tokenizer in `against`, or a length too short for needle and question.
     """
-    places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
-    sources, modes, others = listed(data), _modes(mode), listed_models(against)
-    _check(lengths, places, trials, sources)
+    places = [float(d) for d in (np.linspace(0, 1, depths) if isinstance(depths, int) else depths)]
+    if any(not 0 <= depth <= 1 for depth in places):
+        raise ValueError(f"depths must be numbers from 0 (start) to 1 (end); got {places}")
+    modes = list(dict.fromkeys([mode] if isinstance(mode, str) else mode))
+    if not {*modes} <= {*MODES, "all"}:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, or all; got {', '.join(modes)}")
+    if "all" in modes:
+        modes = list(MODES)
+    require_at_least(1, trials=trials, depths=len(places))
+    sources, others, lengths = listed(data), listed_models(against), list(dict.fromkeys(lengths))
     started, place = time.time(), {"dtype": dtype, "device": device}
     wanted, tokenizer = check_comparison(
         model, others, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
@@ -86,9 +91,8 @@ def needle(
     hay = read_haystack(tokenizer, sources, max(lengths), text_field)
     prompts = make_prompts(hay, modes, lengths, places, trials, seed)
     result: dict[str, Any] = {
-        "mode": modes[0] if len(modes) == 1 else modes,
         "modes": modes,
-        "lengths": list(lengths),
+        "lengths": lengths,
         "depths": places,
         "trials": trials,
         "seed": seed,
@@ -107,7 +111,7 @@ def needle(
             "role": role,
             "trained_length": getattr(opened.model.config, "max_position_embeddings", None),
             "seconds": time.perf_counter() - begun,
-            **_summary(answers, modes, lengths, places),
+            "modes": {mode: _summary(answers, mode, lengths, places) for mode in modes},
         }
         result["answers"] += [{"model": opened.name, **answer} for answer in answers]
         opened = None  # frees the weights before the next model is loaded
@@ -146,32 +150,8 @@ def _answers(opened: LoadedModel, prompts: Sequence[Prompt], progress: bool) -> 
 
 
 def _summary(
-    answers: Sequence[dict[str, Any]], modes: Sequence[str], lengths: Sequence[int], depths: Sequence[float]
+    answers: Sequence[dict[str, Any]], mode: str, lengths: Sequence[int], depths: Sequence[float]
 ) -> dict[str, Any]:
-    """The first mode's grid of shares, and each mode's grid and shares by length."""
-    summaries = {}
-    for mode in modes:
-        own = [answer for answer in answers if answer["mode"] == mode]
-        summaries[mode] = {"found": grid(own, lengths, depths), "by_length": by_length(own, lengths)}
-    return {"found": summaries[modes[0]]["found"], "modes": summaries}
-
-
-def _modes(mode: str | Sequence[str]) -> list[str]:
-    named = [mode] if isinstance(mode, str) else list(dict.fromkeys(mode))
-    unknown = [name for name in named if name not in (*MODES, "all")]
-    if unknown or not named:
-        given = repr(unknown[0]) if unknown else "none"
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, or all; got {given}")
-    return list(MODES) if "all" in named else named
-
-
-def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, data: Sequence[Any]) -> None:
-    if not lengths or any(not 0 < n < 2**31 for n in lengths) or len(set(lengths)) < len(lengths):
-        raise ValueError(f"lengths must be different positive numbers of tokens below 2^31, got {list(lengths)}")
-    if not depths or any(not 0 <= d <= 1 for d in depths) or len(set(depths)) < len(depths):
-        raise ValueError(
-            f"depths must be at least 1, or different numbers from 0 (start) to 1 (end); got {list(depths) or 'none'}"
-        )
-    require_at_least(1, trials=trials)
-    if not data:
-        raise ValueError("a needle needs a haystack: give text files as data")
+    """A mode's shares found, by depth and length and by length alone."""
+    own = [answer for answer in answers if answer["mode"] == mode]
+    return {"found": grid(own, lengths, depths), "by_length": by_length(own, lengths)}

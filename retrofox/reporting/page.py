@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from retrofox.evaluation import gates_report, loss_report
-from retrofox.evaluation.needles.report import depth_figure, length_figure
+from retrofox.evaluation.needle_report import depth_figure, length_figure
 from retrofox.reporting.format_numbers import cell, difference
 from retrofox.support.plots import svg
 

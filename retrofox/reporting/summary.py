@@ -8,7 +8,7 @@ from typing import Any
 from retrofox.evaluation.loss_report import CONTROLS, trends
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
 from retrofox.evaluation.needle_heads import open_heads_sentence
-from retrofox.evaluation.needles.tasks import MODES
+from retrofox.evaluation.needle_prompts import MODES
 from retrofox.evaluation.panel_report import headline as worst_kind
 from retrofox.evaluation.panel_report import instruction_sentence
 from retrofox.evaluation.statistics import paired_difference, side

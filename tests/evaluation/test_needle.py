@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 from retrofox.evaluation import needle as needle_module
+from retrofox.evaluation import needle_report as report
 from retrofox.evaluation.needle import MODES, needle
-from retrofox.evaluation.needles import report
 from retrofox.evaluation.statistics import wilson_interval
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
@@ -56,11 +56,12 @@ def near_reader(pico_tokenizer, monkeypatch) -> None:
 def test_the_grid_counts_exact_matches_and_the_files_hold_it(haystack, llama, options, near_reader, tmp_path):
     result = needle(llama, [llama, llama], haystack, [480, 1200], [0.0, 1.0], "easy", tmp_path, trials=3, **options)
     assert list(result["models"]) == ["LlamaForCausalLM", "LlamaForCausalLM (2)", "LlamaForCausalLM (3)"]
-    assert [values["found"] for values in result["models"].values()] == [[[1.0, 0.0], [1.0, 1.0]]] * 3
+    own = [values["modes"]["easy"] for values in result["models"].values()]
+    assert [values["found"] for values in own] == [[[1.0, 0.0], [1.0, 1.0]]] * 3
     assert [values["role"] for values in result["models"].values()] == ["model", "base", "base2"]
     assert len(result["answers"]) == 3 * 2 * 2 * 3
-    for values in result["models"].values():
-        short, long = values["modes"]["easy"]["by_length"]
+    for values in own:
+        short, long = values["by_length"]
         assert (short["prompts"], short["found"], long["found"]) == (6, 1.0, 0.5)
         assert long["interval"] == pytest.approx(wilson_interval(0.5, 6))
     written = json.loads((tmp_path / "needle.json").read_text())
@@ -155,15 +156,10 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": ["easy", "hard"]}, "mode must be one of easy, standard, or all; got 'hard'"),
-        ({"mode": ["all", "hard"]}, "got 'hard'"),
-        ({"mode": []}, "mode must be one of"),
-        ({"lengths": [0]}, "lengths"),
-        ({"lengths": [10**30]}, "lengths"),
-        ({"depths": -1}, "depths must be at least 1"),
-        ({"depths": [1.5]}, "depths"),
+        ({"mode": ["easy", "hard"]}, "mode must be one of easy, standard, or all; got easy, hard"),
+        ({"depths": 0}, "depths must be at least 1"),
+        ({"depths": [1.5]}, "depths must be numbers from 0"),
         ({"trials": 0}, "trials"),
-        ({"data": []}, "haystack"),
         ({"lengths": [40]}, r"can't hold needle and question of mode easy: the lengths must be at least \d+"),
     ],
 )

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrofox.evaluation.needles.haystack import Haystack
-from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts
-from retrofox.evaluation.needles.report import by_length
-from retrofox.evaluation.needles.tasks import MODES, Task, make_task
+from retrofox.evaluation.needle_prompts import MODES, EncodedTask, Haystack, Prompt, Task, make_prompts, make_task
+from retrofox.evaluation.needle_report import by_length
 from retrofox.evaluation.statistics import wilson_interval
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
@@ -115,5 +113,4 @@ def test_lengths_are_summed_up_over_prompts():
     answers = [{"length": 8, "found": f, "log_probability": p} for f, p in ((True, -1.0), (False, -2.0), (False, -6.0))]
     [row] = by_length(answers, [8])
     assert (row["prompts"], row["found"], row["log_probability"]) == (3, pytest.approx(1 / 3), -3.0)
-    assert row["log_probability_error"] == pytest.approx(np.std([1, 2, 6], ddof=1) / 3**0.5)
     assert row["interval"] == pytest.approx(wilson_interval(1 / 3, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found
 
 
 def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Per length: prompts, share found with its interval, mean log-probability (nats per token) with its error.
+    """Per length: prompts, share found with its interval, mean log-probability (nats per token).
 
     Prompts, not tokens, are the sample.
     """
@@ -39,11 +38,9 @@ def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list
     for length in lengths:
         own = [answer for answer in answers if answer["length"] == length]
         share = float(np.mean([answer["found"] for answer in own]))
-        log_p = [answer["log_probability"] for answer in own]
-        error = float(np.std(log_p, ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None
-        interval = list(wilson_interval(share, len(own)))
-        row = {"length": length, "prompts": len(own), "found": share, "interval": interval}
-        rows.append({**row, "log_probability": float(np.mean(log_p)), "log_probability_error": error})
+        log_p = float(np.mean([answer["log_probability"] for answer in own]))
+        row = {"length": length, "prompts": len(own), "found": share, "log_probability": log_p}
+        rows.append({**row, "interval": list(wilson_interval(share, len(own)))})
     return rows
 
 

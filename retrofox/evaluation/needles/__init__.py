@@ -1,1 +1,0 @@
-"""Parts of `retrofox needle`: tasks, prompts, word lists, scoring, statistics, report."""
