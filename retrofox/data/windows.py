@@ -62,7 +62,7 @@ def choose_windows(
         stop = len(ids) if windows is None else min(len(ids), windows * length)
         for start in range(0, stop, length):
             piece = np.asarray(ids[start : min(start + length, stop)], np.int64)
-            if len(piece) >= min_tokens:
+            if len(piece) >= min(min_tokens, length):
                 chosen.append(Window(taken, piece, name))
         taken += 1
         if taken == max_documents:

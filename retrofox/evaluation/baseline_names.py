@@ -30,18 +30,14 @@ class Baseline:
 
 def parse(text: str) -> Baseline:
     """Reads "yarn:4" or "drope"; raises ValueError that lists the forms."""
-    kind, colon, rest = text.strip().partition(":")
-    known = (*SCALED, "drope")
-    if kind not in known:
-        near = difflib.get_close_matches(kind, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"unknown baseline {text!r}{hint}; forms: {FORMS}")
+    kind, _, rest = text.strip().partition(":")
     if kind in SCALED and re.fullmatch(r"[0-9]+(\.[0-9]+)?", rest) and 1 < float(rest) < 1e6:
         return Baseline(kind, float(rest))
-    if kind == "drope" and not colon:
-        return Baseline(kind)
-    needs = "no number" if kind == "drope" else "a factor above 1"
-    raise ValueError(f"baseline {text!r}: {kind} takes {needs}; forms: {FORMS}")
+    if text.strip() == "drope":
+        return Baseline("drope")
+    near = difflib.get_close_matches(kind, (*SCALED, "drope"), n=1)
+    hint = f" (did you mean {near[0]}?)" if near and near[0] != kind else ""
+    raise ValueError(f"baseline {text!r} is none{hint}; forms: {FORMS}, factors above 1")
 
 
 def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:

@@ -30,11 +30,9 @@ def build(baseline: Baseline, base: LoadedModel) -> LoadedModel:
     """The baseline as a model of its own that shares the base's weights; the base stays as it is.
 
     Raises:
-        ValueError: the base is converted, or its family or its RoPE is not one that the baseline can be made of.
+        ValueError: its family or its RoPE is not one that the baseline can be made of.
     """
     config = base.model.config
-    if is_converted(base.model):
-        raise ValueError(f"{base.name} is converted, and baselines are made of its original: give that as --against")
     try:
         check_supported(config)
         model = _MAKE[baseline.kind](base.model, baseline)
@@ -83,8 +81,6 @@ def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) 
     base = against[0] if against else model
     if not baselines:
         return base
-    if isinstance(base, LoadedModel):
-        base = base.model
     converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
     if converted:
         what = "the first --against" if against else "the model"

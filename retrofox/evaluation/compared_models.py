@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +20,54 @@ from retrofox.support.memory import peak_bytes
 from retrofox.support.report import check_folder
 
 
-def listed_models(against: Any) -> list[Any]:
-    """One model, several or None, as a list."""
-    if against is None:
-        return []
-    return list(against) if isinstance(against, (list, tuple)) else [against]
+@dataclass
+class Comparison:
+    """Models that are measured on the same tokens.
+
+    Attributes:
+        model: as `open_model` takes it; `others` likewise, the base first.
+        baselines: made of the first other, or of the model where there is none; they share its weights.
+        tokenizer: the model's.
+        place: dtype and device of `open_model`.
+    """
+
+    model: Any
+    others: list[Any]
+    baselines: list[Baseline]
+    tokenizer: Any
+    place: dict[str, Any]
+
+    def columns(self) -> Iterator[tuple[str, LoadedModel]]:
+        """(key, open model) of everything that is measured: model, base, its baselines, further bases.
+
+        No two have the same name. Whoever iterates drops its own reference, so that one model's weights are freed
+        before the next one's are loaded.
+        """
+        names: set[str] = set()
+
+        def named(opened: LoadedModel) -> LoadedModel:
+            number, name = 1, opened.name
+            while name in names:
+                number += 1
+                name = f"{opened.name} ({number})"
+            names.add(name)
+            return replace(opened, name=name)
+
+        for number, source in enumerate([self.model, *self.others]):
+            opened = named(open_model(source, tokenizer=self.tokenizer, **self.place))
+            yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
+            if number == min(1, len(self.others)):
+                for baseline in self.baselines:
+                    yield baseline.text, named(build(baseline, opened))
+            opened = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
-def check_comparison(
+def compare(
     model: Any,
-    others: Sequence[Any],
+    against: Any,
     sources: Sequence[str],
     out: str | os.PathLike | None,
     *,
@@ -37,13 +75,19 @@ def check_comparison(
     tokenizer: Any = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-) -> tuple[list[Baseline], Any]:
-    """Refuses, before any weights are loaded, what can't be measured; (the baselines, the model's tokenizer).
+) -> Comparison:
+    """What will be compared; refuses, before any weights are loaded, what can't be measured.
+
+    Args:
+        against: one model, several or None.
+        sources: the texts.
+        out: where results go.
 
     Raises:
         FileNotFoundError: a text that is not there.
         ValueError: results that can't go to `out`, a device, dtype or baseline that can't be, another tokenizer.
     """
+    others = list(against) if isinstance(against, (list, tuple)) else [] if against is None else [against]
     require_files(sources)
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
@@ -54,42 +98,7 @@ def check_comparison(
         tokenizer = open_tokenizer(os.fspath(model)) if named else open_model(model).tokenizer
     for other in others:
         require_same_tokenizer(tokenizer, other)
-    return wanted, tokenizer
-
-
-def columns(
-    model: Any, others: Sequence[Any], baselines: Sequence[Baseline], **options: Any
-) -> Iterator[tuple[str, LoadedModel]]:
-    """(key, open model) of everything that is measured: model, base, its baselines, further bases.
-
-    No two have the same name. Whoever iterates drops its own reference, so that one model's weights are freed before
-    the next one's are loaded.
-
-    Args:
-        model: as `open_model` takes it, or a `LoadedModel`; `others` likewise.
-        baselines: made of the first other, or of the model where there is none; they share its weights.
-        options: tokenizer, dtype and device of `open_model`.
-    """
-    names: set[str] = set()
-
-    def named(opened: LoadedModel) -> LoadedModel:
-        number, name = 1, opened.name
-        while name in names:
-            number += 1
-            name = f"{opened.name} ({number})"
-        names.add(name)
-        return replace(opened, name=name)
-
-    for number, source in enumerate([model, *others]):
-        opened = named(source if isinstance(source, LoadedModel) else open_model(source, **options))
-        yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
-        if number == min(1, len(others)):
-            for baseline in baselines:
-                yield baseline.text, named(build(baseline, opened))
-        opened = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    return Comparison(model, others, wanted, tokenizer, {"dtype": dtype, "device": device})
 
 
 def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report, shared_context
 from retrofox.evaluation.baseline_names import Baseline
-from retrofox.evaluation.compared_models import check_comparison, columns, listed_models, of_run
+from retrofox.evaluation.compared_models import compare, of_run
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_names import refuse_without_tasks
@@ -36,49 +36,6 @@ if TYPE_CHECKING:
 CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
 
 
-@dataclass(frozen=True)
-class EvalOptions:
-    """What `evaluate` reads and runs; checked when it is made.
-
-    Attributes:
-        length: tokens per window; a shorter document contributes the positions it has.
-        max_documents: take the first so many documents that are long enough; None = all.
-        windows: windows of `length` tokens per document, each read without the text before it; None = all.
-        min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
-            documents.
-        controls: False skips the two control runs.
-        text_field: field of JSON records that holds the text.
-        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
-            "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
-        tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
-            `include_path` and `limit` examples each; with tasks, `data` may be empty.
-        context: processes that share each window, launched as many; the first prints and writes.
-        dtype, device: as `open_model` takes them.
-    """
-
-    length: int = 4096
-    max_documents: int | None = None
-    windows: int | None = 1
-    min_tokens: int = 2
-    controls: bool = True
-    text_field: str = "text"
-    baselines: Sequence[str | Baseline] = ()
-    tasks: Sequence[str] = ()
-    include_path: str | None = None
-    limit: int | None = None
-    context: int = 1
-    dtype: str | torch.dtype | None = None
-    device: str | torch.device | None = None
-
-    def __post_init__(self) -> None:
-        require_at_least(2, length=self.length)
-        if not 2 <= self.min_tokens <= self.length:
-            raise ValueError(f"min_tokens must lie between 2 and the length, {self.length}; got {self.min_tokens}")
-        names = ("windows", "max_documents", "limit", "context")
-        require_at_least(1, **{name: getattr(self, name) for name in names})
-        refuse_without_tasks(self.tasks, include_path=self.include_path, limit=self.limit)
-
-
 def evaluate(
     model: str | os.PathLike | PreTrainedModel,
     against: str | os.PathLike | PreTrainedModel | Sequence[Any] | None = None,
@@ -86,9 +43,20 @@ def evaluate(
     length: int = 4096,
     out: str | os.PathLike | None = None,
     *,
+    max_documents: int | None = None,
+    windows: int | None = 1,
+    min_tokens: int = 2,
+    controls: bool = True,
+    text_field: str = "text",
+    baselines: Sequence[str | Baseline] = (),
+    tasks: Sequence[str] = (),
+    include_path: str | None = None,
+    limit: int | None = None,
+    context: int = 1,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
     tokenizer: Any = None,
     progress: bool = True,
-    **options: Any,
 ) -> dict[str, Any]:
     """Measures L(i), the loss of document position i in nats, for a model and for those it is compared with.
 
@@ -102,11 +70,23 @@ def evaluate(
         against: the same, one or several; differences are taken to the first.
         data: files, directories, globs or hf:org/name, as `data.windows.documents` reads them (a document ends with
             the tokenizer's end-of-text token, as in training).
+        length: tokens per window; a shorter document contributes the positions it has.
         out: directory for the results; None = only print and return them.
-        options: the fields of `EvalOptions`.
+        max_documents: take the first so many documents that are long enough; None = all.
+        windows: windows of `length` tokens per document, each read without the text before it; None = all.
+        min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
+            documents.
+        controls: False skips the two control runs.
+        text_field: field of JSON records that holds the text.
+        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
+            "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
+        tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
+            `include_path` and `limit` examples each; with tasks, `data` may be empty.
+        context: processes that share each window, launched as many; the first prints and writes.
+        dtype, device: as `open_model` takes them.
 
     Returns:
-        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slopes),
+        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slope),
         "buckets" (per bucket: from, to, tokens, documents, loss and difference by key), "tasks" (per line, task and
         metric), "task_differences" (to the first `against`: difference, standard_error, p, documents), "environment",
         "files".
@@ -115,59 +95,34 @@ def evaluate(
         FileNotFoundError: a model or data file that is not there.
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
-    asked = EvalOptions(length=length, **options)
-    sources, others = listed(data), listed_models(against)
-    if not sources and not asked.tasks:
+    require_at_least(2, length=length, min_tokens=min_tokens)
+    require_at_least(1, windows=windows, max_documents=max_documents, limit=limit, context=context)
+    refuse_without_tasks(tasks, include_path=include_path, limit=limit)
+    sources = listed(data)
+    if not sources and not tasks:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
-    device = asked.device
-    if asked.context > 1:
-        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks}
-        device = shared_context.join(asked.context, **alone, device=device)
-        progress = progress and shared_context.is_first()
     started = time.time()
+    if context > 1:
+        alone: dict[str, Any] = {"against": against, "baselines": baselines, "tasks": tasks}
+        device = shared_context.join(context, **alone, device=device)
+        progress = progress and shared_context.is_first()
     found = None
-    if asked.tasks:
+    if tasks:
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
-        found = find_tasks(asked.tasks, asked.include_path, length=length, tokenizer=name)
-    place: dict[str, Any] = {"dtype": asked.dtype, "device": device}
-    given = {"baselines": asked.baselines, "tokenizer": tokenizer}
-    wanted, tokenizer = check_comparison(model, others, sources, out, **given, **place)
+        found = find_tasks(tasks, include_path, length=length, tokenizer=name)
+    place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
+    compared = compare(model, against, sources, out, baselines=baselines, **place)
     chosen: list[Window] = []
     if sources:
-        which = {key: getattr(asked, key) for key in ("windows", "min_tokens", "max_documents", "text_field")}
-        chosen = choose_windows(sources, tokenizer, length, **which)
-    result = _empty_result(asked, sources, chosen)
-    if chosen and progress:
-        cut = f": none has {length:,}" if result["longest"] < length else ""
-        print(f"{len(chosen)} windows of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
-    losses: dict[str, list[np.ndarray]] = {}
-    scores: dict[str, Scores] = {}
-    for key, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
-        if key == "model":
-            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
-        result["names"][key] = opened.name
-        if chosen:
-            for line, values in _run(opened, key, chosen, asked, progress):
-                result["lines"].append(line)
-                losses[line["key"]] = values
-        if found is not None:
-            scores[key] = run_tasks(opened, found, max_length=length, limit=asked.limit, progress=progress)
-            result["tasks"][key] = scores[key].metrics
-        opened = None  # frees the weights before the next model is loaded
-    if shared_context.is_first():
-        _report(result, losses, scores, chosen, out, started)
-    return result
-
-
-def _empty_result(asked: EvalOptions, sources: list[str], chosen: Sequence[Window]) -> dict[str, Any]:
-    return {
-        "length": asked.length,
-        "windows_per_document": asked.windows,
-        "min_tokens": asked.min_tokens,
+        which: dict[str, Any] = {"windows": windows, "min_tokens": min_tokens, "max_documents": max_documents}
+        chosen = choose_windows(sources, compared.tokenizer, length, **which, text_field=text_field)
+    result: dict[str, Any] = {
+        "length": length,
+        "windows_per_document": windows,
+        "min_tokens": min_tokens,
         "data": sources,
         "documents": len({w.document for w in chosen}),
         "tokens": sum(len(w.token_ids) for w in chosen),
-        "document_names": list(dict.fromkeys(w.name for w in chosen)),
         "longest": max((len(w.token_ids) for w in chosen), default=0),
         "tokens_sha256": _fingerprint(chosen),
         "lines": [],
@@ -175,7 +130,28 @@ def _empty_result(asked: EvalOptions, sources: list[str], chosen: Sequence[Windo
         "tasks": {},
         "task_differences": {},
         "environment": environment(),
+        "files": {},
     }
+    if chosen and progress:
+        cut = f": none has {length:,}" if result["longest"] < length else ""
+        print(f"{len(chosen)} windows of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
+    losses: dict[str, list[np.ndarray]] = {}
+    scores: dict[str, Scores] = {}
+    for key, opened in compared.columns():
+        if key == "model":
+            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
+        result["names"][key] = opened.name
+        if chosen:
+            for line, values in _run(opened, key, chosen, controls, context, progress):
+                result["lines"].append(line)
+                losses[line["key"]] = values
+        if found is not None:
+            scores[key] = run_tasks(opened, found, max_length=length, limit=limit, progress=progress)
+            result["tasks"][key] = scores[key].metrics
+        opened = None  # frees the weights before the next model is loaded
+    if shared_context.is_first():
+        _report(result, losses, scores, chosen, out, started)
+    return result
 
 
 def _report(
@@ -198,7 +174,7 @@ def _report(
         reference = "base" if "base" in scores else "model"
         result["task_differences"] = differences(scores, reference)
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
-    result |= {"seconds": time.time() - started, "files": {}}
+    result["seconds"] = time.time() - started
     if out is not None:
         if chosen:
             result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
@@ -206,37 +182,24 @@ def _report(
 
 
 def _run(
-    opened: LoadedModel, key: str, chosen: Sequence[Window], asked: EvalOptions, progress: bool
+    opened: LoadedModel, key: str, chosen: Sequence[Window], controls: bool, context: int, progress: bool
 ) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
     """One line for the model as it is and, for a converted one, one for each control."""
-    modes = {key: ("fox", opened.name)}
-    if asked.controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
-        modes |= {mode: (mode, label) for mode, label in CONTROLS.items()}
-    shared = None
-    if asked.context > 1:
-        shared = shared_context.SharedLosses(asked.context, opened.model)
+    labels = {key: opened.name}
+    if controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
+        labels |= CONTROLS
+    losses_of = partial(window_losses, opened.model)
+    if context > 1:
+        losses_of = shared_context.SharedLosses(context, opened.model).of_windows
     total = sum(len(w.token_ids) for w in chosen)
-    for name, (mode, label) in modes.items():
+    for name, label in labels.items():
         reset_peak(opened.device)
         started = time.perf_counter()
-        switched = nullcontext() if mode == "fox" else attention_mode(opened.model, mode)
+        switched = attention_mode(opened.model, name) if name in CONTROLS else nullcontext()
         with progress_bar("tokens", progress) as bar, switched:
             task = bar.add_task(label, total=total - len(chosen))  # a window's last token is not read
-
-            def advance(tokens: int, bar: Any = bar, task: Any = task) -> None:
-                bar.advance(task, tokens)
-
-            if shared is None:
-                values = window_losses(opened.model, chosen, advance)
-            else:
-                values = shared.of_windows(chosen, advance)
-        seconds = time.perf_counter() - started
-        line = {
-            "key": name,
-            "label": label,
-            "mode": None if opened.fox is None else mode,
-            **of_run(opened, total, seconds),
-        }
+            values = losses_of(chosen, partial(bar.advance, task))
+        line = {"key": name, "label": label, **of_run(opened, total, time.perf_counter() - started)}
         yield line, values
 
 

@@ -35,10 +35,10 @@ class ChatPrompt:
 
 
 def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
-    """The first `count` shipped prompts: after two that a program can check one that it can't, while there are both.
+    """The first `count` of 208 prompts: after two that a program can check one that it can't, while there are both.
 
     Raises:
-        ValueError: more than there are, or a tokenizer without a chat template.
+        ValueError: a tokenizer without a chat template.
     """
     free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]
     checkable = checkable_prompts()
@@ -46,8 +46,6 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
     while free or checkable:
         prompts += [*checkable[:2], *free[:1]]
         free, checkable = free[1:], checkable[2:]
-    if not 0 < count <= len(prompts):
-        raise ValueError(f"chat must be 1 to {len(prompts)} prompts, got {count}")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: it is not an instruct model's (leave out --chat)")
 

@@ -20,7 +20,7 @@ import torch
 
 from retrofox.data.sources import listed
 from retrofox.evaluation.baseline_names import Baseline
-from retrofox.evaluation.compared_models import check_comparison, columns, listed_models
+from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.needle_report import by_length, grid, print_tables, write_files
 from retrofox.evaluation.token_scores import score_tokens
@@ -83,12 +83,12 @@ def needle(
     if "all" in modes:
         modes = list(MODES)
     require_at_least(1, trials=trials, depths=len(places))
-    sources, others, lengths = listed(data), listed_models(against), list(dict.fromkeys(lengths))
-    started, place = time.time(), {"dtype": dtype, "device": device}
-    wanted, tokenizer = check_comparison(
-        model, others, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
+    sources, lengths = listed(data), list(dict.fromkeys(lengths))
+    started = time.time()
+    compared = compare(
+        model, against, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
     )
-    hay = read_haystack(tokenizer, sources, max(lengths), text_field)
+    hay = read_haystack(compared.tokenizer, sources, max(lengths), text_field)
     prompts = make_prompts(hay, modes, lengths, places, trials, seed)
     result: dict[str, Any] = {
         "modes": modes,
@@ -102,7 +102,7 @@ def needle(
         "answers": [],
         "environment": environment(),
     }
-    for role, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
+    for role, opened in compared.columns():
         begun = time.perf_counter()
         answers = _answers(opened, prompts, progress)
         result["names"][role] = opened.name

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.evaluation.compared_models import check_comparison
+from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel_report import print_panel, worst_row
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
 from retrofox.loading.loaded_model import LoadedModel, open_model
+from retrofox.support.counts import require_at_least
 from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ def panel(
     """
     length = (QUICK_LENGTH if quick else LENGTH) if length is None else length
     tokens = (QUICK_TOKENS if quick else TOKENS) if tokens is None else tokens
-    if length < 64 or tokens < length:
-        raise ValueError(f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}")
+    require_at_least(64, length=length, tokens=tokens)
+    require_at_least(0, chat=chat)
     kinds = choose_kinds(data)
     started = time.time()
     texts = [path for paths in kinds.values() for path in paths]
-    _, tokenizer = check_comparison(model, [against], texts, out, tokenizer=tokenizer, dtype=dtype, device=device)
+    compared = compare(model, against, texts, out, tokenizer=tokenizer, dtype=dtype, device=device)
+    tokenizer = compared.tokenizer
     prompts = chat_prompts(tokenizer, chat) if chat else []
     rows = {kind: read_rows(paths, tokenizer, length, tokens, text_field) for kind, paths in kinds.items()}
     empty = [kind for kind, own in rows.items() if not own]

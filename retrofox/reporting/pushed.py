@@ -36,10 +36,9 @@ def report_of(directory: Path, folder: Path | None = None) -> tuple[str, dict[st
     try:
         found = json.loads((place / DATA).read_text(encoding="utf-8"))
         section, measured = str(found["markdown"]), found["model_fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{place / DATA} is damaged ({error}): run `retrofox report` again") from error
-    if not (place / PAGE).is_file():
-        raise ValueError(f"{place} lacks {PAGE}: run `retrofox report` again")
+        (place / PAGE).stat()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the report in {place} is damaged ({error}): run `retrofox report` again") from error
     if measured != model_fingerprint(str(directory)):
         raise ValueError(
             f"the report in {place} is of other weights than those in {directory}: run `retrofox report` again, or "

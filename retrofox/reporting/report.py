@@ -95,8 +95,6 @@ def report(
     folder = Path(out) if out is not None else _folder_in(asked.model)
     check_folder(folder)
     parts, missing = plan_parts(asked, chosen)
-    if not parts:
-        raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
     kept = Kept(folder, asked, dtype, device)
     with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
         done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})

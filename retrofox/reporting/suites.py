@@ -83,10 +83,9 @@ def choose_suite(
     """The suite of a name with the sizes that the user changed; tasks are added to its own.
 
     Raises:
-        ValueError: an unknown name, or a size that can't be.
+        KeyError: an unknown name.
+        ValueError: a size that can't be.
     """
-    if name not in SUITES:
-        raise ValueError(f"suite must be one of {', '.join(SUITES)}; got {name!r}")
     require_at_least(64, length=length)
     require_at_least(1, max_documents=max_documents, trials=trials)
     suite = QUICK_ON_CPU if on_cpu and name == "quick" else SUITES[name]

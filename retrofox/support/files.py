@@ -123,6 +123,7 @@ def text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{file} can't be read ({error.strerror}): give a UTF-8 text file") from None
+        reason = error.strerror
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
+        reason = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
+    raise ValueError(f"{file} can't be read ({reason}): give a UTF-8 text file")

@@ -28,9 +28,7 @@ def check_folder(out: str | os.PathLike | None) -> None:
     if out is None:
         return
     there = nearest_existing(Path(out))
-    if not there.is_dir():
-        raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
-    reason = why_unwritable(there)
+    reason = why_unwritable(there) if there.is_dir() else "it is a file"
     if reason is not None:
         raise ValueError(f"results can't go to {out}: {there} can't be written to ({reason}); name another directory")
 

@@ -15,7 +15,7 @@ import transformers
 from retrofox.anatomy import has_known_head
 from retrofox.evaluation.baseline_names import FORMS, parse, parse_all
 from retrofox.evaluation.baselines import base_for, build
-from retrofox.evaluation.compared_models import columns
+from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.token_scores import Scored, score_tokens
@@ -85,9 +85,9 @@ def test_specs_are_read_and_written_back(text):
     ("text", "told"),
     [
         ("yan:4", r"did you mean yarn\?"),
-        ("yarn", "a factor above 1"),
-        ("yarn:1", "a factor above 1"),
-        ("drope:2", "no number"),
+        ("yarn", "factors above 1"),
+        ("yarn:1", "factors above 1"),
+        ("drope:2", "baseline 'drope:2' is none; forms"),
     ],
 )
 def test_misspelt_specs_are_refused_with_all_forms(text, told):
@@ -103,8 +103,8 @@ def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, p
     with pytest.raises(ValueError, match="the first --against is converted"):
         base_for(parse_all(["drope"]), base.model, [fox])
     assert base_for([], fox, []) is fox
-    measured = columns(fox, [base.model], parse_all(["pi:2", "drope"]), tokenizer=pico_tokenizer)
-    assert [key for key, _ in measured] == ["model", "base", "pi:2", "drope"]
+    measured = compare(fox, base.model, [], None, baselines=["pi:2", "drope"], tokenizer=pico_tokenizer)
+    assert [key for key, _ in measured.columns()] == ["model", "base", "pi:2", "drope"]
     assert len(parse_all(["pi:2", "pi:2.0"])) == 1
     scaled = LoadedModel(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):

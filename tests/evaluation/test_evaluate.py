@@ -243,7 +243,7 @@ def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tm
     short = ["--lengths", 320, "--depths", 1, "--trials", 1]
     for command, options, files in (("eval", ["--no-controls"], 4), ("inspect", [], 4), ("needle", short, 6)):
         code, shown, _ = run(command, model, "--data", documents[0], "--out", out, *options)
-        assert (code, shown.count(name), shown.count("of[/b]/")) == (0, 1, files)
+        assert (code, name in shown, shown.count("of[/b]/")) == (0, True, files)
     code, _, err = run("eval", "no[red]:x:", "--data", documents[0])
     assert code == 2
     assert "no[red]:x:" in err
@@ -259,7 +259,7 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_pat
         ({"length": 1}, "length must be at least 2"),
         ({"length": 10**30}, "length must be at least 2"),
         ({"limit": 3}, "name tasks, or drop it"),
-        ({"out": empty / "results"}, r"empty\.txt is a file; name a directory"),
+        ({"out": empty / "results"}, r"empty\.txt can't be written to \(it is a file\)"),
     ):
         with pytest.raises(ValueError, match=message):
             measure(model, **options)

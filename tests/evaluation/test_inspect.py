@@ -156,8 +156,13 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
         (["nowhere.txt"], {}, FileNotFoundError, r"nowhere\.txt"),
         (None, {"length": 1}, ValueError, "length must be at least 2"),
         (["nowhere.txt"], {"max_documents": 0}, ValueError, "max_documents must be at least 1"),
-        (None, {"horizon": 8.0}, ValueError, "a horizon is measured on a text"),
-        (["nowhere.txt"], {"horizon": -1.0}, ValueError, "positive number of nats"),
+        (
+            None,
+            {"horizon": 8.0},
+            ValueError,
+            r"measured on texts \(--data\); got 8.0",
+        ),
+        (["nowhere.txt"], {"horizon": -1.0}, ValueError, r"horizon is a positive number .* got -1.0"),
     ],
 )
 def test_refusals(make_fox, tokenizer, data, options, error, message):

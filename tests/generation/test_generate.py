@@ -158,7 +158,7 @@ def test_a_prompt_file_that_is_no_text_is_refused(run, tmp_path):
     latin = tmp_path / "latin"
     latin.write_bytes("caf\xe9 au lait".encode("latin1"))
     for file, message in (
-        (latin, "is not UTF-8 text (invalid continuation byte at byte 3): convert it"),
+        (latin, "is not UTF-8 text: invalid continuation byte at byte 3)"),
         (tmp_path / "none", "can't be read (No such file or directory): give a UTF-8 text file"),
         (tmp_path, "can't be read (Is a directory)"),
     ):
