@@ -14,10 +14,16 @@ from torch.nn import functional
 from retrofox.anatomy import attentions, exempt_tokens, sliding_window
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.gates_report import print_gates, print_live_share, write_files
+from retrofox.evaluation.gates_report import (
+    open_heads_sentence,
+    print_gates,
+    print_live_share,
+    write_files,
+)
 from retrofox.evaluation.live_share import LENGTHS, measure_live_share
-from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
 from retrofox.half_lives import DEAD_DECAY
+from retrofox.heads.needles import LONGEST, plant
+from retrofox.heads.start import needle_scores
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.support.counts import require_at_least
@@ -25,6 +31,9 @@ from retrofox.support.report import check_folder, environment, output_console, w
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+PROMPTS, LEAST = 8, 512
+"""Prompts, and tokens that one needs at least: a text or model shorter than that tells nothing."""
 
 
 def inspect(
@@ -184,3 +193,16 @@ def _kind(half_life: float | None, trained: int) -> str:
 def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, int]:
     kinds = {kind: sum(h["kind"] == kind for h in heads) for kind in ("local", "medium", "global")}
     return {"heads": len(heads), **kinds, "dead": sum(h["dead"] for h in heads)}
+
+
+def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window]) -> list[list[float]] | None:
+    """(layers, H): attention to the planted facts' values, mean over prompts; None where texts or model are too short.
+
+    The model runs as it is, its gates on. Prompts have at most LONGEST tokens and lie inside the trained length.
+    """
+    texts = [window.token_ids for window in windows]
+    trained = int(opened.model.config.max_position_embeddings)
+    length = min(LONGEST, trained, max((len(text) for text in texts), default=0))
+    if length < LEAST:
+        return None
+    return needle_scores(opened.model, plant(texts, opened.tokenizer, length, PROMPTS)).tolist()

@@ -1,8 +1,9 @@
-"""What `retrofox inspect` reports: tables of half-lives and live shares, files."""
+"""What `retrofox inspect` reports: tables of half-lives and live shares, which heads look facts up, files."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from rich.table import Table
 from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
 
 LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
+LOOKS_UP = 0.1
+"""Share of a head's attention from which it is said to look facts up."""
+SHOWN = 8
 
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
@@ -104,3 +108,33 @@ def live_rows(live: dict[str, Any]) -> list[list[str]]:
         ]
         for row in live["lengths"]
     ]
+
+
+def open_heads_sentence(live: Mapping[str, Any], heads: Sequence[Mapping[str, Any]]) -> str:
+    """How many heads see the whole of the longest text, and how many of them look facts up."""
+    row = live["lengths"][-1]
+    whole = set(row["open_heads"])
+    where = f"all of {tokens_label(row['length'])} tokens"
+    if not whole:
+        return f"no head sees {where}"
+    scores = {f"{head['layer']}.{head['head']}": head.get("needle_attention") for head in heads}
+    told = {name: score for name, score in scores.items() if score is not None}
+    count = f"{len(whole)} head{'s' * (len(whole) > 1)} of {len(heads)} see{'s' * (len(whole) == 1)} {where}"
+    if not told:
+        return f"{count}: {_names(sorted(whole, key=_place))}"
+    looking = sorted((n for n, score in told.items() if score >= LOOKS_UP), key=lambda n: -told[n])
+    seeing = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name in whole]
+    closed = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name not in whole]
+    most = f"at least {100 * LOOKS_UP:.0f} % of attention on a planted fact"
+    text = f"{count}; {len(seeing)} of these look facts up ({most})"
+    text += f": {_names(seeing)}" if seeing else ""
+    return text + (f"; closed heads that would: {_names(closed)}" if closed else "")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _place(name: str) -> tuple[int, int]:
+    layer, _, head = name.partition(".")
+    return int(layer), int(head)

@@ -15,15 +15,14 @@ from retrofox.config import Source
 from retrofox.data.sources import listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baseline_names import parse_all
-from retrofox.evaluation.baselines import base_for
+from retrofox.evaluation.compared_models import base_for
 from retrofox.evaluation.task_names import refuse_unknown, refuse_without_tasks
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
-from retrofox.reporting.kept import Kept
-from retrofox.reporting.page import render
-from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE, card_section
-from retrofox.reporting.sections import Asked, Part, plan_parts
+from retrofox.reporting.page import card_section, render
+from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
+from retrofox.reporting.sections import Asked, Kept, Part, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result

@@ -14,8 +14,7 @@ import transformers
 
 from retrofox.anatomy import has_known_head
 from retrofox.evaluation.baseline_names import FORMS, parse, parse_all
-from retrofox.evaluation.baselines import base_for, build
-from retrofox.evaluation.compared_models import compare
+from retrofox.evaluation.compared_models import base_for, build, compare
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.token_scores import Scored, score_tokens

@@ -9,7 +9,8 @@ import pytest
 
 from retrofox.anatomy import attentions
 from retrofox.data.windows import Window
-from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
+from retrofox.evaluation.gates import measure_needle_heads
+from retrofox.evaluation.gates_report import open_heads_sentence
 from retrofox.loading.loaded_model import LoadedModel
 
 TEXT = "The fox keeps stones beside the river, and counts them every winter evening. " * 40

@@ -12,8 +12,7 @@ import torch
 from retrofox.evaluation import panel as panel_module
 from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, common_prefix, compare_answers, followed
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel import panel
-from retrofox.evaluation.panel_report import headline, worst_row
+from retrofox.evaluation.panel import headline, panel, worst_row
 from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, rows_of
 from retrofox.loading.loaded_model import LoadedModel
 

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.baseline_names import parse
-from retrofox.evaluation.baselines import build
+from retrofox.evaluation.compared_models import build
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
+from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
 from retrofox.evaluation.task_names import PRESETS, expand
-from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 

@@ -13,7 +13,7 @@ from retrofox.anatomy import has_known_head
 from retrofox.data.windows import Window
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.baseline_names import parse
-from retrofox.evaluation.baselines import build
+from retrofox.evaluation.compared_models import build
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from retrofox.reporting.format_numbers import cell, difference
-from retrofox.reporting.page import render
-from retrofox.reporting.pushed import card_section
+from retrofox.reporting.page import card_section, render
 from retrofox.reporting.report import report
-from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, summarise
+from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, cell, difference, summarise
 
 
 class Reader(HTMLParser):

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.reporting import report as report_module
-from retrofox.reporting.kept import Kept
 from retrofox.reporting.report import report
-from retrofox.reporting.sections import Asked, plan_parts
+from retrofox.reporting.sections import Asked, Kept, plan_parts
 from retrofox.reporting.suites import choose_suite
 
 
