@@ -168,7 +168,7 @@ def _report(
         result["buckets"] = loss_report.buckets(losses, chosen, length)
         for line, summary in zip(result["lines"], loss_report.summarise(losses, chosen, length).values(), strict=True):
             line.update(summary)
-        loss_report.print_table(result, console)
+        loss_report.print_losses(result, console)
     if scores:
         reference = "base" if "base" in scores else "model"
         result["task_differences"] = differences(scores, reference)

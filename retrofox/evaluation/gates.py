@@ -62,7 +62,7 @@ def inspect(
     128k and `length` tokens as far as the text reaches, and the heads that stay open. Why they do, each head's
     attention to facts planted in the texts tells: a head that looks facts up has to see far.
 
-    Prints tables; into `out` go gates.json, gates.csv, half_lives.png and .svg.
+    Prints tables; into `out` go gates.json, half_lives.png and .svg.
 
     Args:
         model: directory, Hub id, adapter directory or a live model; converted.
@@ -128,7 +128,7 @@ def inspect(
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
-        result["files"] = write_files(result, Path(out))
+        result["files"] = write_files(result, Path(out)) if heads else {}
         write_results(result, Path(out) / "gates.json", console)
     return result
 

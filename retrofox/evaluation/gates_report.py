@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
-from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
+from retrofox.support.plots import half_life_figure, save_figure, tokens_label
+from retrofox.support.report import print_table
 
 LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
 LOOKS_UP = 0.1
@@ -21,22 +21,18 @@ SHOWN = 8
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
     """A row for each layer, and a sentence on all heads."""
-    table = Table(title=f"{result['model']}: half-lives in tokens, {_source(result)}", title_justify="left")
-    for name in ("layer", "rotary kept", "sinks", "half-life of each head", "local", "global", "dead"):
-        table.add_column(name, justify="left" if name.startswith("half") else "right")
     how = "slower" if result["fox"]["rope"] == "interpolate" else "fading"
+    rows = []
     for layer in result["layers"]:
         heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
         fading = f" +{layer['rotary_pairs_fading']} {how}" if layer["rotary_pairs_fading"] else ""
-        table.add_row(
-            str(layer["layer"]),
-            f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",
-            str(layer["sink_tokens"]),
-            " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates",
-            *(str(sum(h["kind"] == kind for h in heads)) for kind in ("local", "global")),
-            str(sum(h["dead"] for h in heads)),
-        )
-    console.print(table)
+        row = [str(layer["layer"]), f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}"]
+        row += [str(layer["sink_tokens"]), " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates"]
+        row += [str(sum(h["kind"] == kind for h in heads)) for kind in ("local", "global")]
+        rows.append([*row, str(sum(h["dead"] for h in heads))])
+    columns = ("layer", "rotary kept", "sinks", "half-lives", "local", "global", "dead")
+    title = f"{result['model']}: half-lives in tokens of each head, {_source(result)}"
+    print_table(console, columns, rows, title, left="half-lives")
     summary, trained = result["summary"], result["trained_length"]
     console.print(
         f"{summary['heads']} heads: {summary['local']} local (under {tokens_label(trained / 16)}), {summary['medium']} "
@@ -54,14 +50,8 @@ def _label(half_life: float | None) -> str:
 
 
 def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
-    """Writes gates.csv and the figure; returns their paths."""
-    header = ["layer", "head", "bias", "half_life", "kind", "dead"]
-    header += ["needle_attention"] if "live_share" in result else []
-    rows = [[head[name] for name in header] for head in result["heads"]]
-    files = {"csv": save_csv(out / "gates.csv", header, rows)}
-    if result["heads"]:
-        files["png"], files["svg"] = save_figure(figure(result), out / "half_lives")
-    return files
+    """Writes the figure; returns its paths."""
+    return dict(zip(("png", "svg"), save_figure(figure(result), out / "half_lives"), strict=True))
 
 
 def figure(result: dict[str, Any]) -> Figure:
@@ -78,12 +68,8 @@ def figure(result: dict[str, Any]) -> Figure:
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:
     """At each length: share of attention operations and of the cache, cache bytes per token, decoding, open heads."""
-    table = Table(title=f"Live share at a horizon of {live['horizon']:g} nats", title_justify="left")
-    for name in LIVE_COLUMNS:
-        table.add_column(name, justify="right")
-    for row in live_rows(live):
-        table.add_row(*row)
-    console.print(table)
+    title = f"Live share at a horizon of {live['horizon']:g} nats"
+    print_table(console, LIVE_COLUMNS, live_rows(live), title)
     console.print(decoding_note(live), highlight=False, soft_wrap=True)
 
 

@@ -14,11 +14,11 @@ from unittest import mock
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from retrofox.evaluation.statistics import paired_difference
 from retrofox.evaluation.task_names import expand, refuse_unknown, unknown_tasks
 from retrofox.loading.loaded_model import LoadedModel
+from retrofox.support.report import print_table
 
 LABELS = ("alias", "name", "sample_len")
 """What lm-eval puts among the metrics."""
@@ -186,30 +186,23 @@ def print_tasks(
         tasks: {model: {task: {metric: value}}}.
         changes: the result of `differences`; names: the models' names.
     """
-    table = Table(title="lm-eval tasks (± standard error)", title_justify="left")
-    for column in ("task", "metric", *(names[key] for key in tasks)):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
-    for task, metrics in next(iter(tasks.values())).items():
-        for metric, value in metrics.items():
-            if isinstance(value, float | None) and "_stderr" not in metric:
-                table.add_row(task, metric, *(_cell(results[task], metric) for results in tasks.values()))
-    console.print(table)
     rows = [
-        (task, metric, names[key], change)
-        for key, found in changes.items()
-        for task, metrics in found.items()
-        for metric, change in metrics.items()
+        [task, metric, *(_cell(results[task], metric) for results in tasks.values())]
+        for task, metrics in next(iter(tasks.values())).items()
+        for metric, value in metrics.items()
+        if isinstance(value, float | None) and "_stderr" not in metric
     ]
-    if not rows:
-        return
-    title = f"Differences to {names[reference]}, paired by document (± standard error; p: two-sided)"
-    table = Table(title=title, title_justify="left")
-    for column in ("task", "metric", "model", "difference", "p"):
-        table.add_column(column, justify="right" if column in ("difference", "p") else "left", overflow="fold")
-    for task, metric, name, change in rows:
-        error = "" if change["standard_error"] is None else f" ±{change['standard_error']:.4f}"
-        table.add_row(task, metric, name, f"{change['difference']:+.4f}{error}", f"{change['p']:.3g}")
-    console.print(table)
+    columns = ["task", "metric", *(names[key] for key in tasks)]
+    print_table(console, columns, rows, "lm-eval tasks (± standard error)", left="task metric")
+    rows = []
+    for key, found in changes.items():
+        for task, metrics in found.items():
+            for metric, change in metrics.items():
+                error = "" if change["standard_error"] is None else f" ±{change['standard_error']:.4f}"
+                rows.append([task, metric, names[key], f"{change['difference']:+.4f}{error}", f"{change['p']:.3g}"])
+    if rows:
+        title = f"Differences to {names[reference]}, paired by document (± standard error; p: two-sided)"
+        print_table(console, ("task", "metric", "model", "difference", "p"), rows, title, left="task metric model")
 
 
 def _cell(metrics: Mapping[str, Any], metric: str) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
 from retrofox.evaluation.statistics import side
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
+from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
 CONTROLS = ("open", "shuffled")
@@ -101,26 +101,25 @@ def curves(
     return result
 
 
-def print_table(result: dict[str, Any], console: Console) -> None:
+def print_losses(result: dict[str, Any], console: Console) -> None:
     """The bucket table, whether the loss falls and, for a converted model, the controls' verdict on its gates."""
     spread = " (± standard error over documents)" if result["documents"] > 1 else ""
     count = f"{result['documents']} document{'s' * (result['documents'] > 1)}, {result['tokens']:,} tokens"
-    table = Table(title=f"Loss in nats per token, {count}{spread}", title_justify="left")
-    for column in ("positions", "tokens", "model", "loss", "difference"):
-        table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
     keys = [line["key"] for line in result["lines"]]
-    for row in result["buckets"]:
-        place = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}", f"{row['tokens']:,}"]
+    rows: list[list[str]] = []
+    for bucket in result["buckets"]:
+        place = [f"{tokens_label(bucket['from'])}-{tokens_label(bucket['to'])}", f"{bucket['tokens']:,}"]
         for line in result["lines"]:
-            change = row["difference"].get(f"{line['key']}-{_compared_to(line['key'], keys)}")
-            table.add_row(*place, line["label"], _cell(row["loss"][line["key"]]), _cell(change, signed=True))
+            change = bucket["difference"].get(f"{line['key']}-{_compared_to(line['key'], keys)}")
+            rows.append([*place, line["label"], _cell(bucket["loss"][line["key"]]), _cell(change, signed=True)])
             place = ["", ""]
-        table.add_section()
-    place = ["all", f"{sum(row['tokens'] for row in result['buckets']):,}"]
+        rows.append([])
+    place = ["all", f"{sum(bucket['tokens'] for bucket in result['buckets']):,}"]
     for line in result["lines"]:
-        table.add_row(*place, line["label"], _cell(line), _cell(line["difference"], signed=True))
+        rows.append([*place, line["label"], _cell(line), _cell(line["difference"], signed=True)])
         place = ["", ""]
-    console.print(table)
+    columns = ("positions", "tokens", "model", "loss", "difference")
+    print_table(console, columns, rows, f"Loss in nats per token, {count}{spread}", left="model")
     if len(keys) > 1:
         controls = ", of gates forced open or shuffled to the model" if set(CONTROLS) & {*keys} else ""
         reference = next(line["label"] for line in result["lines"] if line["key"] == _reference(keys))
@@ -167,14 +166,7 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             start, subject = "forcing the gates open", "gating"
         else:
             start, subject = "shuffling the gates over heads", "which head has which gate"
-        name = f"{line['key']}-model"
-        changes = {
-            f"{tokens_label(row['from'])}-{tokens_label(row['to'])}": row["difference"][name]["mean"]
-            for row in result["buckets"]
-            if row["tokens"]
-        }
-        where, most = max(changes.items(), key=lambda item: abs(item[1]))
-        amount = f"changes the loss by {_cell(line['difference'], signed=True)} (most at {where}: {most:+.4f})"
+        amount = f"changes the loss by {_cell(line['difference'], signed=True)}"
         if interval is None and abs(change) > NO_CHANGE:
             verdict = "makes no clear difference, since one document gives no interval,"
         elif abs(change) <= NO_CHANGE or not side(interval):

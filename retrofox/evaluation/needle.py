@@ -52,9 +52,9 @@ def needle(
 ) -> dict[str, Any]:
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
 
-    All models read the same prompts. Prints a table for each mode with Wilson intervals; into `out` go needle.json,
-    needle.csv (answers), and as .png and .svg needle (share by length) and a heat-map over depths
-    for each model and mode. Harder tasks are RULER's: `retrofox eval --tasks ruler`.
+    All models read the same prompts. Prints a table for each mode with Wilson intervals; into `out` go needle.json, and
+    as .png and .svg needle (share by length) and a heat-map over depths for each model and mode. Harder tasks are
+    RULER's: `retrofox eval --tasks ruler`.
 
     Args:
         against: models to compare with, one or several: Hub ids, directories or live models.
@@ -125,7 +125,7 @@ def needle(
 
 
 def _answers(opened: LoadedModel, prompts: Sequence[Prompt], progress: bool) -> list[dict[str, Any]]:
-    """One record for each prompt, as in needle.csv; the answer is what is emitted up to the first wrong token."""
+    """One record for each prompt, as in needle.json; the answer is what is emitted up to the first wrong token."""
     texts = [prompt.scored for prompt in prompts]
     with progress_bar("tokens", progress) as bar:
         task = bar.add_task(opened.name, total=sum(text.needed for text in texts))

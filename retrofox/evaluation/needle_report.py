@@ -1,4 +1,4 @@
-"""What `retrofox needle` reports: shares by length and depth, a table for each mode, CSV, figures."""
+"""What `retrofox needle` reports: shares by length and depth, a table for each mode, figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 from rich.console import Console
-from rich.table import Table
 
 from retrofox.evaluation.statistics import wilson_interval
 from retrofox.support.plots import (
@@ -21,12 +20,10 @@ from retrofox.support.plots import (
     legend_label,
     needle_figure,
     new_figure,
-    save_csv,
     save_figure,
     tokens_label,
 )
-
-ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found", "log_probability", "answer"),)
+from retrofox.support.report import print_table
 
 
 def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -61,25 +58,22 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             "tokens, nats",
             highlight=False,
         )
-        table = Table()
-        for column in ("length", "model", "found", "95 %", "log p"):
-            table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
+        rows: list[list[str]] = []
         for number, length in enumerate(result["lengths"]):
-            if number and len(result["models"]) > 1:
-                table.add_section()
-            for place, (name, values) in enumerate(result["models"].items()):
+            label = tokens_label(length)
+            for name, values in result["models"].items():
                 row = values["modes"][mode]["by_length"][number]
                 low, high = row["interval"]
-                log_p = f"{row['log_probability']:.3f}"
-                label = "" if place else tokens_label(length)
-                table.add_row(label, name, f"{row['found']:.0%}", f"{100 * low:.0f}-{100 * high:.0f} %", log_p)
-        console.print(table)
+                share, interval = f"{row['found']:.0%}", f"{100 * low:.0f}-{100 * high:.0f} %"
+                rows.append([label, name, share, interval, f"{row['log_probability']:.3f}"])
+                label = ""
+            rows.append([])
+        print_table(console, ("length", "model", "found", "95 %", "log p"), rows, left="model")
 
 
 def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Writes the tables and figures, each whole or not at all; returns their paths."""
-    rows = [[answer[column] for column in ANSWER_COLUMNS] for answer in result["answers"]]
-    files = {"csv": save_csv(folder / "needle.csv", ANSWER_COLUMNS, rows)}
+    """Writes the figures, each whole or not at all; returns their paths."""
+    files = {}
     files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
         for mode in result["modes"]:

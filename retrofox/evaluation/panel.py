@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
-from retrofox.loading.loaded_model import LoadedModel, open_model
+from retrofox.evaluation.panel_texts import choose_kinds, read_rows, rows_of
+from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import tokens_label
-from retrofox.support.report import environment, output_console, progress_bar, write_results
+from retrofox.support.report import environment, output_console, print_table, progress_bar, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +92,16 @@ def panel(
         instructions = compare_answers(mine, its, prompts, own, theirs)
         said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, theirs, strict=True)]
         rows["chat"] = rows_of(said, length, tokens)
-    found = _measure(mine, its, rows, length, progress)
+    trained = getattr(its.model.config, "max_position_embeddings", None)
+    spans = [(0, length // 16), (length // 2, length)]
+    found: dict[str, Any] = {}
+    with progress_bar("tokens", progress) as bar:
+        task = bar.add_task("panel", total=sum(len(row.token_ids) for own in rows.values() for row in own))
+        for kind, own in rows.items():
+            bar.update(task, description=kind)
+            differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
+            found[kind] = summarise_rows(own, differences, spans, trained)
+            bar.advance(task, sum(len(row.token_ids) for row in own))
     result: dict[str, Any] = {
         "names": {"model": mine.name, "base": its.name},
         "model": {"label": mine.name, "source": mine.source},
@@ -114,23 +122,6 @@ def panel(
     return result
 
 
-def _measure(
-    mine: LoadedModel, its: LoadedModel, rows: dict[str, list[Row]], length: int, progress: bool
-) -> dict[str, Any]:
-    """By kind the summary of its rows."""
-    trained = getattr(its.model.config, "max_position_embeddings", None)
-    spans = [(0, length // 16), (length // 2, length)]
-    found: dict[str, Any] = {}
-    with progress_bar("tokens", progress) as bar:
-        task = bar.add_task("panel", total=sum(len(row.token_ids) for own in rows.values() for row in own))
-        for kind, own in rows.items():
-            bar.update(task, description=kind)
-            differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
-            found[kind] = summarise_rows(own, differences, spans, trained)
-            bar.advance(task, sum(len(row.token_ids) for row in own))
-    return found
-
-
 def worst_row(kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The kind and positions where the model's loss exceeds the base's most: {"kind", "from", "to", "mean", ...}."""
     rows = [
@@ -146,54 +137,46 @@ def headline(result: Mapping[str, Any]) -> str:
     """The worst row in a sentence."""
     worst = result["worst"]
     where = f"{worst['kind']} at {tokens_label(worst['from'])}-{tokens_label(worst['to'])}"
+    text = f"Worst row: {where}, {worst['mean']:+.3f} nats to the base"
     if worst["interval"] is None:
-        return f"Worst row: {where}, {worst['mean']:+.3f} nats to the base; one row gives no interval"
+        return f"{text}; one row gives no interval"
     low, high = worst["interval"]
-    clear = "" if low > 0 else ", no clear harm"
-    return f"Worst row: {where}, {worst['mean']:+.3f} nats to the base ({low:+.3f} to {high:+.3f}){clear}"
+    return f"{text} ({low:+.3f} to {high:+.3f}){'' if low > 0 else ', no clear harm'}"
 
 
 def instruction_sentence(found: Mapping[str, Any]) -> str:
-    """How alike the answers are, in a sentence."""
+    """How alike the answers are, and how many instructions that a program can check are followed."""
     low, high = (100 * end for end in found["same"]["interval"])
-    return (
+    text = (
         f"Of {found['prompts']} greedy answers {100 * found['same']['value']:.0f} % are the base's token by token "
         f"({low:.0f} to {high:.0f}); {found['common_prefix']:.1f} of {found['answer_tokens']:.1f} tokens agree before "
         f"the first that differs; the base's answers cost {found['difference']['mean']:+.3f} nats a token more"
-        f"{followed_sentence(found['followed'])}"
     )
-
-
-def followed_sentence(found: Mapping[str, Any] | None) -> str:
-    """How many instructions that a program can check are followed."""
-    if found is None:
-        return ""
-    change = found["difference"]
-    error = "" if change["standard_error"] is None else f" ± {100 * change['standard_error']:.1f}"
+    followed = found["followed"]
+    if followed is None:
+        return text
+    change = followed["difference"]
     return (
-        f". Of {found['prompts']} checkable instructions the model follows {100 * found['model']:.0f} %, the base "
-        f"{100 * found['base']:.0f} % ({100 * change['difference']:+.1f}{error} points, p {change['p']:.2g})"
+        f"{text}. Of {followed['prompts']} checkable instructions the model follows {100 * followed['model']:.0f} %, "
+        f"the base {100 * followed['base']:.0f} % ({100 * change['difference']:+.1f} points, p {change['p']:.2g})"
     )
 
 
 def print_panel(result: Mapping[str, Any], console: Console) -> None:
     """The headline, the table, the instructions."""
     console.print(headline(result), highlight=False, soft_wrap=True)
-    spans = next(iter(result["kinds"].values()))["spans"]
-    table = Table(title=f"{result['model']['label']} less {result['base']['label']}, nats per token; 95 % intervals")
-    table.add_column("kind")
-    table.add_column("tokens", justify="right")
-    for span in spans:
+    columns = ["kind", "tokens"]
+    for span in next(iter(result["kinds"].values()))["spans"]:
         where = f"{tokens_label(span['from'])}-{tokens_label(span['to'])}"
-        table.add_column(f"base {where}", justify="right")
-        table.add_column(f"difference {where}", justify="right")
-    table.add_column("KL", justify="right")
+        columns += [f"base {where}", f"difference {where}"]
+    rows = []
     for kind, found in result["kinds"].items():
-        cells = [kind, f"{found['tokens']:,}"]
+        row = [kind, f"{found['tokens']:,}"]
         for span in found["spans"]:
-            cells += [number(span["base"]["mean"]), signed(span["difference"])]
-        table.add_row(*cells, number(found["kl"]["mean"]))
-    console.print(table)
+            row += [number(span["base"]["mean"]), signed(span["difference"])]
+        rows.append([*row, number(found["kl"]["mean"])])
+    title = f"{result['model']['label']} less {result['base']['label']}, nats per token; 95 % intervals"
+    print_table(console, [*columns, "KL"], rows, title, left="kind")
     if result["instructions"] is not None:
         console.print(instruction_sentence(result["instructions"]), highlight=False, soft_wrap=True)
 
@@ -204,8 +187,6 @@ def number(value: float | None) -> str:
 
 def signed(value: Mapping[str, Any]) -> str:
     """A difference with its interval; "-" where there is no token."""
-    if value["mean"] is None:
-        return "-"
-    if value["interval"] is None:
-        return f"{value['mean']:+.3f}"
+    if value["mean"] is None or value["interval"] is None:
+        return "-" if value["mean"] is None else f"{value['mean']:+.3f}"
     return "{:+.3f} ({:+.3f} to {:+.3f})".format(value["mean"], *value["interval"])

@@ -61,7 +61,6 @@ def render(result: dict[str, Any]) -> str:
         decoding_note=gates_report.decoding_note,
         live_columns=gates_report.LIVE_COLUMNS,
         live_rows=gates_report.live_rows,
-        layer_rows=_layer_rows,
     )
 
 
@@ -97,17 +96,6 @@ def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
         tiles += [(what.format(row["what"]), row) for row in own[-1:]]
     return tiles
-
-
-def _layer_rows(gates: dict[str, Any]) -> list[list[object]]:
-    """Per layer: rotary pairs kept, kinds of heads."""
-    rows: list[list[object]] = []
-    for layer in gates["layers"]:
-        own = [head for head in gates["heads"] if head["layer"] == layer["layer"]]
-        kinds = [sum(head["kind"] == kind for head in own) for kind in ("local", "medium", "global")]
-        kept = f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}"
-        rows.append([layer["layer"], kept, *kinds, sum(head["dead"] for head in own)])
-    return rows
 
 
 def _method(result: dict[str, Any]) -> dict[str, str]:

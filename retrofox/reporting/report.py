@@ -198,7 +198,7 @@ def _console() -> Console:
 
 
 def _without_answers(result: dict[str, Any]) -> dict[str, Any]:
-    """The report without each single needle's answer, which needle.csv has."""
+    """The report without each single needle's answer, which its part has."""
     parts = {
         name: {**entry, "result": {k: v for k, v in entry["result"].items() if k != "answers"}}
         for name, entry in result["parts"].items()

@@ -8,7 +8,6 @@ from typing import Any
 from retrofox.evaluation.gates_report import open_heads_sentence
 from retrofox.evaluation.loss_report import CONTROLS, trends
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
-from retrofox.evaluation.needle_prompts import MODES
 from retrofox.evaluation.panel import headline as worst_kind
 from retrofox.evaluation.panel import instruction_sentence
 from retrofox.evaluation.statistics import paired_difference, side
@@ -28,15 +27,16 @@ def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     "difference": {"value", "interval" or "standard_error", "p"} of the model to the base, "state"}. States are
     BETTER or WORSE only where the 95 % interval leaves out 0 (p below 0.05), else UNCLEAR; None without a base.
     """
-    rows = [*_needle_rows(results), *_loss_rows(results), *_panel_rows(results), *_task_rows(results)]
+    needles = [result for name, result in results.items() if name.startswith("needle-")]
+    rows = [row for result in needles for row in _needle_rows(result)]
+    rows += [*_loss_rows(results), *_panel_rows(results), *_task_rows(results)]
     few = too_few(results)
-    sentences = _sentences(results, rows)
     return {
-        "labels": _labels(results),
+        "labels": {key: label for result in results.values() for key, label in result["names"].items()},
         "headline": headline(rows, few),
         "few": few,
         "rows": rows,
-        "sentences": sentences,
+        "sentences": _sentences(results, rows),
     }
 
 
@@ -65,18 +65,13 @@ def headline(rows: list[dict[str, Any]], few: list[str]) -> str:
     return "No difference to the base shown" + (f"; too few: {', '.join(few)}" if few else "")
 
 
-def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Names of the columns, the model first."""
-    return {key: label for result in results.values() for key, label in result["names"].items()}
-
-
 def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
     """Gives the model another name in all results, and so in the figures drawn of them.
 
     Raises:
         ValueError: another column has that name.
     """
-    if name in [label for key, label in _labels(results).items() if key != "model"]:
+    if any(label == name for result in results.values() for key, label in result["names"].items() if key != "model"):
         raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
     for result in results.values():
         result["names"]["model"] = name
@@ -107,23 +102,19 @@ def _judged(change: dict[str, Any] | None, better: int = 1) -> tuple[dict[str, A
     return {**change, "value": change["difference"]}, state
 
 
-def _needle_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each mode and length."""
+def _needle_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each mode and length of one part."""
     rows = []
-    for result in (result for name, result in results.items() if name.startswith("needle-")):
-        name_of = {values["role"]: name for name, values in result["models"].items()}
-        for mode in (mode for mode in MODES if mode in result["modes"]):
-            for number, length in enumerate(result["lengths"]):
-                found = {
-                    role: result["models"][name]["modes"][mode]["by_length"][number] for role, name in name_of.items()
-                }
-                values = {
-                    role: {"value": row["found"], "interval": row["interval"], "prompts": row["prompts"]}
-                    for role, row in found.items()
-                }
-                ours, theirs = (_found(result, name_of.get(role), mode, length) for role in ("model", "base"))
-                judged = _judged(paired_difference(ours, theirs))
-                rows.append(_row(f"needle {mode}", tokens_label(length), "share", values, *judged))
+    for mode in result["modes"]:
+        by_length = {values["role"]: values["modes"][mode]["by_length"] for values in result["models"].values()}
+        for number, length in enumerate(result["lengths"]):
+            values = {
+                role: {"value": found[number]["found"], "interval": found[number]["interval"]}
+                for role, found in by_length.items()
+            }
+            ours, theirs = (_found(result, result["names"].get(role), mode, length) for role in ("model", "base"))
+            judged = _judged(paired_difference(ours, theirs))
+            rows.append(_row(f"needle {mode}", tokens_label(length), "share", values, *judged))
     return rows
 
 
@@ -135,22 +126,23 @@ def _found(result: dict[str, Any], name: str | None, mode: str, length: int) -> 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each bucket of positions."""
-    return [
-        _in_nats("loss", _span(row), {key: v for key, v in row["loss"].items() if key not in CONTROLS}, change)
-        for row in results.get("loss", {}).get("buckets", ())
-        if row["tokens"]
-        for change in [row["difference"].get("model-base")]
-    ]
+    rows = []
+    for bucket in results.get("loss", {}).get("buckets", ()):
+        if bucket["tokens"]:
+            losses = {key: loss for key, loss in bucket["loss"].items() if key not in CONTROLS}
+            rows.append(_in_nats("loss", _span(bucket), losses, bucket["difference"].get("model-base")))
+    return rows
 
 
 def _panel_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each kind of text and span of positions."""
-    return [
-        _in_nats("panel", f"{kind}, {_span(span)}", {"model": span["loss"], "base": span["base"]}, span["difference"])
-        for kind, found in results.get("panel", {}).get("kinds", {}).items()
-        for span in found["spans"]
-        if span["tokens"]
-    ]
+    rows = []
+    for kind, found in results.get("panel", {}).get("kinds", {}).items():
+        for span in found["spans"]:
+            if span["tokens"]:
+                losses = {"model": span["loss"], "base": span["base"]}
+                rows.append(_in_nats("panel", f"{kind}, {_span(span)}", losses, span["difference"]))
+    return rows
 
 
 def _span(row: Mapping[str, Any]) -> str:
@@ -172,24 +164,21 @@ def _from_0(interval: list[float] | None) -> list[float] | None:
 
 def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each metric of each task."""
-    return [
-        _task_row(results[name], task, metric)
-        for name in ("tasks", "tasks-long")
-        if name in results
-        for task, metrics in results[name]["tasks"]["model"].items()
-        for metric, value in metrics.items()
-        if isinstance(value, float) and "_stderr" not in metric
-    ]
-
-
-def _task_row(result: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
-    values = {}
-    for key, tasks in result["tasks"].items():
-        error = tasks[task].get(metric.replace(",", "_stderr,"))
-        values[key] = {"value": tasks[task].get(metric), "standard_error": error if isinstance(error, float) else None}
-    change = result["task_differences"].get("model", {}).get(task, {}).get(metric)
-    judged = _judged(change, -1 if any(word in metric for word in LOWER_IS_BETTER) else 1)
-    return _row("tasks", f"{task}, {metric.removesuffix(',none')}", "score", values, *judged)
+    rows = []
+    for result in (results[name] for name in ("tasks", "tasks-long") if name in results):
+        for task, metrics in result["tasks"]["model"].items():
+            for metric in (name for name, value in metrics.items() if isinstance(value, float)):
+                if "_stderr" in metric:
+                    continue
+                values = {}
+                for key, tasks in result["tasks"].items():
+                    error = tasks[task].get(metric.replace(",", "_stderr,"))
+                    error = error if isinstance(error, float) else None
+                    values[key] = {"value": tasks[task].get(metric), "standard_error": error}
+                change = result["task_differences"].get("model", {}).get(task, {}).get(metric)
+                judged = _judged(change, -1 if any(word in metric for word in LOWER_IS_BETTER) else 1)
+                rows.append(_row("tasks", f"{task}, {metric.removesuffix(',none')}", "score", values, *judged))
+    return rows
 
 
 def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -132,38 +132,33 @@ def half_life_figure(
     ceiling: float,
     subtitle: str = "",
 ) -> Figure:
-    """Half-life of every head, layer by layer, on a log axis, local and global heads marked.
+    """Half-life of every head, layer by layer, on a log axis, with lines at the bounds of local and global heads.
 
     Args:
         half_lives: per layer, one half-life in tokens per head; values over `ceiling` (and inf, a gate that never
-            forgets) are drawn at the ceiling as open triangles.
+            forgets) are drawn at the ceiling as triangles.
     """
-    points: dict[str, list[tuple[float, float]]] = {}
-    for layer, heads in enumerate(half_lives):
-        for x, value in zip(layer + 0.5 * (np.arange(1, len(heads) + 1) / (len(heads) + 1) - 0.5), heads, strict=True):
-            middle = "local" if value < local_below else "global" if value >= global_from else "medium"
-            kind = "open" if value > ceiling else middle
-            points.setdefault(kind, []).append((x, min(value, ceiling)))
-    names = {kind: f"{kind} ({len(own)})" for kind, own in points.items()}
-    names["open"] = f"over {tokens_label(ceiling)} ({len(points.get('open', ()))})"
-    looks: dict[str, dict[str, Any]] = {
-        "local": {"color": COLOURS[1], "marker": "v"},
-        "medium": {"color": "#777777", "marker": "o"},
-        "global": {"color": COLOURS[0], "marker": "s"},
-        "open": {"facecolors": "none", "edgecolors": "black", "marker": "^"},
-    }
+    marks = [
+        (layer + 0.5 * (head + 1) / (len(heads) + 1) - 0.25, value)
+        for layer, heads in enumerate(half_lives)
+        for head, value in enumerate(heads)
+    ]
+    closed, never = ([mark for mark in marks if (mark[1] > ceiling) == beyond] for beyond in (False, True))
     with matplotlib.rc_context(STYLE):
         figure = new_figure(max(7.0, 0.25 * len(half_lives) + 3.0), 4.6)
         axes = figure.subplots()
-        for kind, look in looks.items():
-            if kind in points:
-                axes.scatter(*zip(*points[kind], strict=True), s=20, label=names[kind], alpha=0.85, **look)
+        place, values = zip(*closed, strict=True) if closed else ((), ())
+        axes.scatter(place, values, s=20, color=COLOURS[0], linewidths=0, alpha=0.85, label=f"a head ({len(closed)})")
+        if never:
+            label = f"over {tokens_label(ceiling)} ({len(never)})"
+            at_the_top = [ceiling] * len(never)
+            axes.scatter([x for x, _ in never], at_the_top, s=26, color="black", marker="^", label=label)
         layers = [layer for layer, heads in enumerate(half_lives) if len(heads)]
         medians = [float(np.median(np.minimum(half_lives[n], ceiling))) for n in layers]
         axes.plot(layers, medians, color="black", lw=1.2, alpha=0.7)
         axes.set_yscale("log", base=2)
-        for level in (local_below, global_from):
-            axes.axhline(level, color="#999999", lw=0.8, ls=(0, (4, 3)))
+        for level, name in ((local_below, "local below"), (global_from, "global from")):
+            axes.axhline(level, color=COLOURS[1], lw=0.8, ls=(0, (4, 3)), label=f"{name} {tokens_label(level)}")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlim(-0.6, len(half_lives) - 0.4)

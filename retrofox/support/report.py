@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from retrofox.support.files import nearest_existing, why_unwritable, write_result
 from retrofox.version import __version__
@@ -81,6 +83,26 @@ def output_console() -> Console:
     plain: dict[str, Any] = {"markup": False, "emoji": False}
     console = Console(**plain)
     return console if console.is_terminal else Console(width=150, **plain)
+
+
+def print_table(
+    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, left: str = ""
+) -> None:
+    """A table; long words of a cell are folded, never cut.
+
+    Args:
+        rows: cells, or () for a line across.
+        left: names of columns that are aligned to the left, with spaces between; all others to the right.
+    """
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left.split() else "right", overflow="fold")
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
+    console.print(table)
 
 
 def progress_bar(unit: str, enabled: bool) -> Progress:

@@ -85,10 +85,10 @@ def test_needle_figure_shows_every_cell():
     assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1k", "8k"]
 
 
-def test_half_life_figure_counts_local_and_global_heads():
+def test_half_life_figure_counts_heads_that_never_forget():
     figure = half_life_figure([[10.0, 300.0], [5000.0, np.inf]], local_below=64, global_from=1024, ceiling=2**20)
     labels = figure.axes[0].get_legend_handles_labels()[1]
-    assert labels == ["local (1)", "medium (1)", "global (1)", "over 1M (1)"]
+    assert labels == ["a head (3)", "over 1M (1)", "local below 64", "global from 1k"]
 
 
 def test_the_same_numbers_give_the_same_files(tmp_path):
