@@ -16,7 +16,6 @@ from retrofox.anatomy import has_known_head
 from retrofox.evaluation.baseline_names import FORMS, parse, parse_all
 from retrofox.evaluation.compared_models import base_for, build, compare
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.needle import needle
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
 from retrofox.loading.fla_models import register_outside
@@ -73,11 +72,6 @@ def test_drope_is_the_base_without_rotation(base, pico_llama, ids):
     dropped = build(parse("drope"), base)
     torch.testing.assert_close(logits(dropped.model, ids), logits(still, ids), atol=1e-4, rtol=1e-4)
     assert dropped.name == "pico + no RoPE"
-
-
-@pytest.mark.parametrize("text", ["pi:4", "ntk:2.5", "yarn:16", "drope"])
-def test_specs_are_read_and_written_back(text):
-    assert parse(text).text == text
 
 
 @pytest.mark.parametrize(
@@ -141,18 +135,6 @@ def test_eval_has_a_column_for_every_baseline(base, pico_fox, pico_tokenizer, te
     assert set(alone["buckets"][0]["difference"]) == {"pi:4-model"}
 
 
-def test_the_command_line_takes_baselines_and_names_misspelt_ones(pico_checkpoint, text, run):
-    code, out, _ = run(
-        "eval", pico_checkpoint, "--data", text, "--length", 64, "--baseline", "pi:4", "--baseline", "drope"
-    )
-    assert code == 0
-    assert all(word in out for word in ("interpolation", "x4", "RoPE"))  # headings are folded
-    code, _, err = run("eval", pico_checkpoint, "--data", text, "--baseline", "drpe")
-    assert code == 2
-    assert len(err.strip().splitlines()) == 1
-    assert "did you mean drope?" in err
-
-
 SIZES = {"vocab_size": 288, "hidden_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "head_dim": 16}
 MAMBA2 = {"num_hidden_layers": 2, "state_size": 16, "num_heads": 4, "n_groups": 1, "chunk_size": 16}
 RECURRENT_GEMMA = {"num_hidden_layers": 3, "num_attention_heads": 2, "lru_width": 32, "intermediate_size": 48}
@@ -205,11 +187,3 @@ def test_flash_linear_attentions_models_are_columns(name, pico_tokenizer, text, 
     pico_tokenizer.save_pretrained(tmp_path / "other")
     result = evaluate(str(tmp_path / "other"), None, [text], 100, progress=False)
     assert 0 < result["lines"][0]["mean"] < 20
-
-
-def test_needle_takes_baselines_too(base, pico_fox, pico_tokenizer, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets the gate and the fox finds the gate again " * 40)
-    given = {"baselines": ["drope"], "tokenizer": pico_tokenizer, "progress": False}
-    asked = needle(pico_fox(), [base.model], [str(text)], [320], 1, trials=1, **given)
-    assert [entry["role"] for entry in asked["models"].values()] == ["model", "base", "drope"]

@@ -20,9 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from retrofox.anatomy import attention_mode
 from retrofox.data.windows import Window
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.loss_report import print_losses, verdicts
-from retrofox.evaluation.needle import needle
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope
 from retrofox.loading.loaded_model import open_model
 
@@ -61,11 +59,6 @@ def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_lla
     assert result["buckets"][0]["documents"] == 3
     assert sum(row["tokens"] for row in result["buckets"]) == result["tokens"] - 3
     assert "no document reaches 4096 tokens" in capsys.readouterr().out
-
-
-def test_a_length_that_no_document_has_is_said_before_anything_is_read(pico_llama, measure, capsys):
-    found = measure(pico_llama(), length=99_999_999, controls=False, progress=True)
-    assert f"3 windows of up to {found['longest']} tokens: none has 99,999,999\n" in capsys.readouterr().err
 
 
 def test_losses_are_summed_by_document_and_bucket():
@@ -162,13 +155,6 @@ def test_a_change_is_named_as_its_interval_allows(change, interval, word):
     assert word in sentence
 
 
-def test_several_bases_share_one_table(pico_llama, measure):
-    result = measure(pico_llama(), [pico_llama(initializer_range=0.2), pico_llama(initializer_range=0.1)])
-    assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
-    assert len({line["label"] for line in result["lines"]}) == 3
-    assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
-
-
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_table_has_every_number_on_a_narrow_terminal_too(pico_fox, pico_llama, measure, width):
     result = measure(pico_fox(), [pico_llama(), pico_llama(initializer_range=0.2)], length=128)
@@ -210,16 +196,6 @@ def test_documents_are_chosen_by_number_and_length(run, on_disk, tokenizer, docu
         assert (written["documents"], written["tokens"]) == (len(expected), sum(expected))
     code, _, err = run("eval", base, "--data", *documents, "--length", 5000, "--min-tokens", 4999)
     assert (code, "tokens or more in" in err) == (2, True)
-
-
-def test_one_file_may_be_given_by_itself(pico_fox, tokenizer, documents):
-    model = pico_fox()
-    options: dict = {"tokenizer": tokenizer, "progress": False, "out": None}
-    for data in (documents[0], Path(documents[0])):
-        result = evaluate(model, data=data, length=32, controls=False, **options)
-        assert result["data"] == documents[:1]
-        assert inspect(model, data, length=32, **options)["data"] == documents[:1]
-        assert needle(model, data=data, lengths=[256], depths=1, trials=1, **options)["data"] == documents[:1]
 
 
 def test_models_on_disk_open_through_their_own_loaders(on_disk, measure):
@@ -300,20 +276,3 @@ def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatc
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(ValueError, match=r"\.\[eval\]"):
         evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
-
-
-def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked {prompt!r}"))
-    fox = on_disk[1]
-    opened = open_model(fox)
-    assert opened.fox is not None
-    assert opened.tokenizer("the fox")["input_ids"] == tokenizer("the fox")["input_ids"]
-    with pytest.raises(ValueError, match="dtype must be one of"):
-        open_model(fox, dtype="int3")
-    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
-        open_model(fox, device="gpu")
-    for device in ("meta", "xpu:99"):
-        with pytest.raises(ValueError, match=f"device '{device}' can't be used here"):
-            open_model(fox, device=device)
-    with pytest.raises(FileNotFoundError, match="no such model"):
-        open_model("./nothing/here")

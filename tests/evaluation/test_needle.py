@@ -116,19 +116,6 @@ def test_a_needle_is_found_where_greedy_decoding_emits_its_answer(haystack, llam
         assert answer["log_probability"] < 0
 
 
-def test_several_modes_share_one_run(haystack, llama, options, tmp_path, capsys):
-    result = needle(llama, None, haystack, [1100], [0.0, 1.0], ["standard", "easy", "standard"], tmp_path, **options)
-    assert result["modes"] == ["standard", "easy"]
-    own = result["models"]["LlamaForCausalLM"]["modes"]
-    assert [np.shape(rows["found"]) for rows in own.values()] == [(2, 1), (2, 1)]
-    assert [rows["by_length"][0]["prompts"] for rows in own.values()] == [4, 4]
-    stems = {path.stem for path in tmp_path.glob("*.png")}
-    assert stems == {"needle", "needle_model_standard", "needle_model_easy"}
-    printed = capsys.readouterr().out
-    assert "standard mode" in printed
-    assert "easy mode" in printed
-
-
 def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from retrofox.evaluation.needle_prompts import MODES, EncodedTask, Haystack, Prompt, Task, make_prompts, make_task
-from retrofox.evaluation.needle_report import by_length
-from retrofox.evaluation.statistics import wilson_interval
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
 LENGTH = 1200
@@ -107,10 +105,3 @@ def test_a_token_that_holds_a_piece_of_the_answer_belongs_to_it():
     encoded = EncodedTask(Haystack(Joining(), np.zeros(0, np.int32)), Task("easy", "x", "", "it is", " 789"))
     assert "".join(map(chr, encoded.question)) == "it "
     assert "".join(map(chr, encoded.answer)) == "\u01018\u0102"
-
-
-def test_lengths_are_summed_up_over_prompts():
-    answers = [{"length": 8, "found": f, "log_probability": p} for f, p in ((True, -1.0), (False, -2.0), (False, -6.0))]
-    [row] = by_length(answers, [8])
-    assert (row["prompts"], row["found"], row["log_probability"]) == (3, pytest.approx(1 / 3), -3.0)
-    assert row["interval"] == pytest.approx(wilson_interval(1 / 3, 3))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrofox.evaluation import panel as panel_module
-from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, common_prefix, compare_answers, followed
+from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, compare_answers, followed
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel import headline, panel, worst_row
 from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, rows_of
@@ -143,10 +143,6 @@ def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer
                 log_p = model(torch.tensor([prompt.token_ids + reply])).logits[0].log_softmax(-1)
             total -= sum(log_p[len(prompt.token_ids) + n - 1, token].item() for n, token in enumerate(reply))
         assert found[name]["mean"] == pytest.approx(total / 4, abs=1e-4)
-
-
-def test_a_common_prefix_ends_at_the_first_other_token():
-    assert [common_prefix([1, 2, 3], x) for x in ([1, 2, 4], [1, 2], [], [1, 2, 3])] == [2, 2, 0, 3]
 
 
 def test_shipped_texts_are_small_many_and_each_named_with_its_licence():

@@ -10,11 +10,9 @@ import torch
 
 from retrofox import anatomy
 from retrofox.anatomy import has_known_head
-from retrofox.data.windows import Window
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.compared_models import build
-from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 
@@ -54,14 +52,6 @@ def test_scores_are_those_of_a_whole_forward_pass(model, texts):
         assert loss.tolist() == pytest.approx(expected, abs=1e-4)
         assert best.tolist() == log_p.argmax(-1)[text.positions - 1].tolist()
     assert [len(x) for x in nothing] == [0, 0]
-
-
-def test_windows_of_unequal_length_give_what_they_give_alone(model, texts):
-    windows = [Window(n, text.token_ids) for n, text in enumerate(texts)]
-    for together, window in zip(window_losses(model, windows), windows, strict=True):
-        [alone] = window_losses(model, [window])
-        assert len(together) == len(window.token_ids) - 1
-        np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
 def test_texts_of_unequal_length_are_not_padded_under_a_rope_that_depends_on_the_length(pico_llama, pico_tokenizer):

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,28 +125,6 @@ def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, 
     result = report(**copy)
     assert ran == ["needle-easy", "heads"]
     assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "panel", "heads"]
-
-
-def test_progress_names_the_part_its_size_and_the_time_left(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report_module.time, "perf_counter", iter(range(0, 10_000, 30)).__next__)
-    calls = []
-    sizes = (("a", "two prompts", 1000), ("b", "three texts", 4000), ("c", "tasks", 0))
-    parts = [
-        report_module.Part(name, measures, lambda name=name, **_: calls.append(name), "x", {}, tokens)
-        for name, measures, tokens in sizes
-    ]
-    kept: Any = SimpleNamespace(
-        read=lambda part: None,
-        place=lambda part: tmp_path,
-        write=lambda part, seconds: {"seconds": seconds, "tokens": part.tokens},
-    )
-    report_module._run_all(parts, kept, {}, {})
-    assert [line for line in capsys.readouterr().err.splitlines() if line] == [
-        "[1/3] a: two prompts",
-        "[2/3] b: three texts; about 2 min 0 s and the tasks left",
-        "[3/3] c: tasks",
-    ]
-    assert calls == ["a", "b", "c"]
 
 
 def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
