@@ -11,15 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from retrofox.config import Source
-from retrofox.data.sources import listed, resolve
+from retrofox.data.sources import listed
 from retrofox.data.windows import choose_windows
-from retrofox.evaluation.baseline_names import parse_all
-from retrofox.evaluation.compared_models import base_for
+from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.task_names import refuse_unknown, refuse_without_tasks
-from retrofox.loading.device import resolve_device, resolve_dtype
+from retrofox.loading.device import resolve_device
 from retrofox.loading.source import first_line, holds_converted
-from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.reporting.page import card_section, render
 from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
 from retrofox.reporting.sections import Asked, Kept, Part, plan_parts
@@ -27,7 +24,7 @@ from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.report import check_folder, environment
+from retrofox.support.report import environment
 
 
 def report(
@@ -80,19 +77,20 @@ def report(
     started = time.time()
     sizes = {"length": length, "max_documents": max_documents, "trials": trials}
     chosen = choose_suite(suite, resolve_device(device).type == "cpu", **sizes, tasks=tasks)
+    folder = Path(out) if out is not None else _folder_in(os.fspath(model))
+    compared = compare(model, listed(against), listed(data), folder, baselines=baselines, dtype=dtype, device=device)
+    refuse_without_tasks(chosen.tasks, include_path=include_path, limit=limit)
+    refuse_unknown(chosen.tasks, include_path)
     asked = Asked(
         os.fspath(model),
         listed(against),
         listed(data),
-        parse_all(baselines),
+        compared.baselines,
         text_field=text_field,
+        min_tokens=_shortest(listed(data), compared.tokenizer, chosen, text_field),
         include_path=include_path,
         limit=limit,
     )
-    resolve_dtype(dtype)
-    _check(asked, chosen)
-    folder = Path(out) if out is not None else _folder_in(asked.model)
-    check_folder(folder)
     parts, missing = plan_parts(asked, chosen)
     kept = Kept(folder, asked, dtype, device)
     with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
@@ -121,29 +119,14 @@ def report(
     return result
 
 
-def _check(asked: Asked, suite: Suite) -> None:
-    """Looks, before anything runs, at what is asked for: models and texts that are there, tokenizers that agree."""
-    refuse_without_tasks(suite.tasks, include_path=asked.include_path, limit=asked.limit)
-    refuse_unknown(suite.tasks, asked.include_path)
-    for path in asked.data:
-        resolve(Source(path=path))
-    tokenizer = open_tokenizer(asked.model)
-    for other in asked.against:
-        holds_converted(other)
-        require_same_tokenizer(tokenizer, other)
-    base_for(asked.baselines, asked.model, asked.against)
-    if asked.data:
-        asked.min_tokens = _shortest(asked, tokenizer, suite.length, suite.documents)
-
-
-def _shortest(asked: Asked, tokenizer: Any, length: int, documents: int) -> int:
+def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) -> int:
     """The length itself where enough documents have it, so that every position is an average over the same ones."""
-    options: dict[str, Any] = {"max_documents": documents, "text_field": asked.text_field}
+    which: dict[str, Any] = {"max_documents": suite.documents, "text_field": text_field}
     try:
-        found = choose_windows(asked.data, tokenizer, length, min_tokens=length, **options)
+        found = choose_windows(data, tokenizer, suite.length, min_tokens=suite.length, **which) if data else []
     except ValueError:
         return 2  # none is so long; what else is wrong with the texts each part says
-    return length if len(found) == documents else 2
+    return suite.length if len(found) == suite.documents else 2
 
 
 def _folder_in(model: str) -> Path:

@@ -110,7 +110,7 @@ def test_a_text_that_does_not_fit_alone_is_refused(pico_llama, texts, monkeypatc
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(token_scores, "_score", score)
-    with pytest.raises(ValueError, match=r"out of memory at a text of 16 tokens; lower the batch"):
+    with pytest.raises(ValueError, match=r"out of memory at a text of 16 tokens; lower the length"):
         score_tokens(pico_llama(), texts[1:2])
 
 
