@@ -85,7 +85,7 @@ def evaluate(
         dtype, device: as `open_model` takes them.
 
     Returns:
-        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slope),
+        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean),
         "buckets" (per bucket: from, to, tokens, documents, loss and difference by key), "tasks" (per line, task and
         metric), "task_differences" (to the first `against`: difference, standard_error, p, documents), "environment",
         "files".

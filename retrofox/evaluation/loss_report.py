@@ -1,4 +1,4 @@
-"""The report of per-token losses: buckets, curves, slopes with verdicts by their intervals, a table, files."""
+"""The report of per-token losses: buckets, curves, verdicts on the gates, a table, files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
 from retrofox.support.report import print_table
@@ -56,18 +56,12 @@ def reach(windows: Sequence[Window]) -> int:
 
 
 def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
-    """By line: overall mean and difference, slope per doubling of the position."""
+    """By line: its mean over all positions, and the mean difference."""
     sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
-    end = reach(windows)
-    start = max(8, end // 64)
-    summary: dict[str, dict[str, Any]] = {}
-    for key, values in losses.items():
+    summary = {key: own.statistics()[0] for key, own in sums.items()}
+    for key, found in summary.items():
         to = _compared_to(key, sums)
-        summary[key] = {
-            **sums[key].statistics()[0],
-            "difference": sums[key].statistics(sums[to])[0] if to in sums else None,
-            "slope_per_doubling": slope(values, windows, start, end),
-        }
+        found["difference"] = sums[key].statistics(sums[to])[0] if to in sums else None
     return summary
 
 
@@ -102,7 +96,7 @@ def curves(
 
 
 def print_losses(result: dict[str, Any], console: Console) -> None:
-    """The bucket table, whether the loss falls and, for a converted model, the controls' verdict on its gates."""
+    """The bucket table and, for a converted model, the controls' verdict on its gates."""
     spread = " (± standard error over documents)" if result["documents"] > 1 else ""
     count = f"{result['documents']} document{'s' * (result['documents'] > 1)}, {result['tokens']:,} tokens"
     keys = [line["key"] for line in result["lines"]]
@@ -128,28 +122,8 @@ def print_losses(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
         )
-    for sentence in [*trends(result), *verdicts(result)]:
+    for sentence in verdicts(result):
         console.print(sentence, highlight=False, soft_wrap=True)
-
-
-def trends(result: dict[str, Any]) -> list[str]:
-    """Per line whether L(i) falls, rises or stays flat over positions, which only an interval can tell.
-
-    "flat" means that the interval covers 0, not that the slope is 0.
-    """
-    start, end = max(8, result["longest"] // 64), result["longest"]
-    slopes = {line["label"]: line["slope_per_doubling"] for line in result["lines"]}
-    sentences = []
-    if all(found["interval"] is None for found in slopes.values()):
-        alone = any(found["slope"] is not None for found in slopes.values())
-        reach = "only one document reaches, which gives no interval" if alone else "no document reaches"
-        sentences.append(f"beyond position {start} {reach}, so no trend of the loss is named")
-    for label, found in slopes.items():
-        if found["interval"] is not None:
-            low, high = found["interval"]
-            named = f"{found['trend']} ({found['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
-            sentences.append(f"{label}: the loss is {named} per octave over positions {start} to {end}")
-    return sentences
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Per-token loss L(i): the loss of each document position, and its average over documents.
 
-The slope of L(i), not one perplexity, tells whether a model uses its context (Lin et al., "Forgetting Transformer",
+L(i), not one perplexity, tells whether a model uses its context (Lin et al., "Forgetting Transformer",
 ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond its trained length turns upwards.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.statistics import mean_over_documents, side
+from retrofox.evaluation.statistics import mean_over_documents
 from retrofox.evaluation.token_scores import Scored, score_tokens
 
 if TYPE_CHECKING:
@@ -80,27 +80,3 @@ class PositionSums:
         """Per bin `mean_over_documents` of the loss, or of its paired difference to `base`."""
         sums = self.sums if base is None else self.sums - base.sums
         return [mean_over_documents(*column) for column in zip(sums.T, self.counts.T, strict=True)]
-
-
-def slope(losses: Sequence[np.ndarray], windows: Sequence[Window], start: int, stop: int) -> dict[str, Any]:
-    """Slope of L(i) per doubling of the position, start <= i < stop, within windows, with its error over documents.
-
-    b = sum_w sum_i (x_i - x_w) L(i) / sum_w sum_i (x_i - x_w)^2, x = log2(i), x_w the window's mean: an easier document
-    among the long ones does not tilt it.
-
-    Returns:
-        {"slope", "standard_error", "interval", "trend": "falling" or "rising" where the interval leaves out 0, else
-        "flat"}; None for what one document can't tell.
-    """
-    sums = np.zeros((2, max(window.document for window in windows) + 1))
-    for window, loss in zip(windows, losses, strict=True):
-        position = np.arange(max(start, 1), min(stop, len(loss) + 1))
-        if len(position) < 2:
-            continue
-        x = np.log2(position)
-        x = x - x.mean()
-        y = loss[position[0] - 1 : position[-1]].astype(np.float64)
-        sums[:, window.document] += float(x @ (y - y.mean())), float(x @ x)
-    found = mean_over_documents(*sums)
-    trend = None if found["interval"] is None else ("flat", "rising", "falling")[side(found["interval"])]
-    return {"slope": found.pop("mean"), **found, "trend": trend}

@@ -1,4 +1,4 @@
-"""Statistics of evaluations and reports: means over documents, intervals, trends, paired tests. All levels are 95 %."""
+"""Statistics of evaluations and reports: means over documents, intervals, paired tests. All levels are 95 %."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrofox.evaluation.gates_report import open_heads_sentence
-from retrofox.evaluation.loss_report import CONTROLS, trends
+from retrofox.evaluation.loss_report import CONTROLS
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
 from retrofox.evaluation.panel import headline as worst_kind
 from retrofox.evaluation.panel import instruction_sentence
@@ -187,10 +187,12 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
     for topic in dict.fromkeys(row["topic"] for row in rows if row["topic"].startswith("needle")):
         own = [row for row in rows if row["topic"] == topic and row["state"] is not None]
         if own:
-            sentences["memory"].append(_compared(f"{topic.removeprefix('needle ')} needles", "found", own))
-    if results.get("loss", {}).get("buckets"):
-        columns = [line for line in results["loss"]["lines"] if line["key"] not in CONTROLS]
-        sentences["loss"] = [*trends({**results["loss"], "lines": columns}), *gate_verdicts(results["loss"])]
+            what = f"{topic.removeprefix('needle ')} needles found".capitalize()
+            sentences["memory"].append(_compared(what, "more", "fewer", own))
+    own = [row for row in rows if row["topic"] == "loss" and row["state"] is not None]
+    if own:
+        sentences["loss"].append(_compared("Loss", "lower", "higher", own))
+    sentences["loss"] += gate_verdicts(results.get("loss", {"lines": []}))
     live = results.get("heads", {}).get("live_share")
     if live:
         row = live["lengths"][-1]
@@ -213,15 +215,14 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
     return sentences
 
 
-def _compared(what: str, verb: str, rows: list[dict[str, Any]]) -> str:
-    """Where more, fewer, or no clearly different number are found than by the base, on the same prompts."""
-    words = {BETTER: "more", WORSE: "fewer", UNCLEAR: "no clear difference"}
+def _compared(what: str, better: str, worse: str, rows: list[dict[str, Any]]) -> str:
+    """Where it is better, worse, or not clearly different from the base."""
     told = []
-    for state, word in words.items():
+    for state, word in {BETTER: better, WORSE: worse, UNCLEAR: UNCLEAR}.items():
         at = [row["what"] for row in rows if row["state"] == state]
         if at:
             told.append(f"{word} at {', '.join(at)}")
-    return f"{what.capitalize()} {verb}, against the base: {'; '.join(told)}"
+    return f"{what}, against the base: {'; '.join(told)}"
 
 
 def cell(value: Mapping[str, Any] | None, unit: str) -> tuple[str, str]:

@@ -12,9 +12,7 @@ import torch
 
 def out_of_memory(what: str) -> ValueError:
     """What to raise where a GPU ran out of memory at, for example, "batch 4 x 8192 tokens"."""
-    return ValueError(
-        f"the GPU ran out of memory at {what}; lower the length, or load the model in bfloat16"
-    )
+    return ValueError(f"the GPU ran out of memory at {what}; lower the length, or load the model in bfloat16")
 
 
 def bytes_in_use(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.windows import Window
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.loss_report import print_losses, verdicts
-from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges
 from retrofox.loading.loaded_model import open_model
 
 
@@ -76,14 +76,6 @@ def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant(
     [difference] = sums.statistics(other)
     assert difference["mean"] == pytest.approx(0.25)
     assert difference["standard_error"] == pytest.approx(0, abs=1e-12)
-
-
-def test_slope_is_within_documents():
-    windows = [Window(0, np.arange(101)), Window(1, np.arange(51))]
-    losses = [5.0 - 0.01 * np.log2(np.arange(1, 101)), 2.0 - 0.01 * np.log2(np.arange(1, 51))]  # the shorter is easier
-    found = slope(losses, windows, 1, 101)
-    assert found["slope"] == pytest.approx(-0.01)
-    assert found["standard_error"] == pytest.approx(0, abs=1e-9)
 
 
 def test_evaluate_reports_every_line_and_writes_every_file(

@@ -115,19 +115,6 @@ def test_names_make_no_html_and_no_markdown(made):
     assert r"\|\*x\*" in section
 
 
-@pytest.mark.parametrize("trend", ["falling", "rising", "flat"])
-def test_a_trend_is_named_only_as_its_interval_allows(made, trend):
-    result = copy.deepcopy(made["result"])
-    slope = {"falling": -0.1, "rising": 0.1, "flat": 0.01}[trend]
-    for line in result["parts"]["loss"]["result"]["lines"]:
-        interval = [slope - 0.05, slope + 0.05]
-        line["slope_per_doubling"] = {"slope": slope, "standard_error": 0.01, "interval": interval, "trend": trend}
-    result["summary"] = summarise({name: entry["result"] for name, entry in result["parts"].items()})
-    text = Reader(render(result)).text + card_section(result)
-    for word in ("falling", "rising", "flat"):
-        assert bool(re.search(rf"\b{word}\b", text)) == (word == trend), word
-
-
 def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
     result: dict[str, Any] = {"modes": ["easy"], "lengths": [64], "depths": [0.0], "trials": len(model)}
     result |= {"models": {}, "answers": [], "names": {"model": "mine", "base": "theirs"}}
@@ -178,6 +165,19 @@ def test_losses_are_judged_by_the_interval_of_their_difference(made, part, inter
     assert row["state"] == state
     assert row["values"]["model"]["interval"] == [0.0, 1.2]  # no loss lies below 0
     assert row["difference"]["interval"] == interval  # a difference has no such end
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"), [([-0.9, -0.1], "lower"), ([0.1, 0.9], "higher"), ([-0.8, 0.1], UNCLEAR), (None, UNCLEAR)]
+)
+def test_a_loss_is_called_lower_or_higher_only_as_its_interval_allows(made, interval, word):
+    result = copy.deepcopy(made["result"])
+    for row in result["parts"]["loss"]["result"]["buckets"]:
+        row["difference"]["model-base"] = {"mean": 0.1, "standard_error": 0.1, "interval": interval}
+    summary = summarise({name: entry["result"] for name, entry in result["parts"].items()})
+    sentence = summary["sentences"]["loss"][0]
+    assert sentence.startswith(f"Loss, against the base: {word} at 0-8")
+    assert ";" not in sentence
 
 
 def nats_row(made, part: str, loss: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
