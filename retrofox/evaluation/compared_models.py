@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,25 +41,22 @@ def build(baseline: Baseline, base: LoadedModel) -> LoadedModel:
     Raises:
         ValueError: its family or its RoPE is not one that the baseline can be made of.
     """
-    config = base.model.config
     try:
-        check_supported(config)
-        model = _MAKE[baseline.kind](base.model, baseline)
+        check_supported(base.model.config)
+        if baseline.kind == "drope":
+            model = convert(base.model, fox=FoxSpec(rope="drop", gate="none"))
+        else:
+            model = _rescaled(base.model, baseline)
     except ValueError as error:
         raise ValueError(f"baseline {baseline.text} of {base.name}: {error}") from None
-    return LoadedModel(
-        model.eval(), base.tokenizer, f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}"
-    )
-
-
-def _shared(model: Any) -> Any:
-    """A copy of a model's modules and config around the same parameters and buffers."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    name, source = f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}"
+    return LoadedModel(model.eval(), base.tokenizer, name, source)
 
 
 def _rescaled(base: Any, baseline: Baseline) -> Any:
-    model = _shared(base)
+    """A copy of the modules and the config around the same parameters and buffers, its RoPE scaled."""
+    tensors = (*base.parameters(), *base.buffers())
+    model = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     set_rope(model, {"rope_type": SCALED[baseline.kind][0], "factor": baseline.factor})
     for module in model.modules():
         if baseline.kind == "ntk" and hasattr(module, "max_seq_len_cached"):
@@ -72,13 +69,6 @@ def _forget_longest(rotary: Any, arguments: Any) -> None:
     for name in vars(rotary):
         if name.endswith("max_seq_len_cached"):
             setattr(rotary, name, 0)
-
-
-def _dropped(base: Any, baseline: Baseline) -> Any:
-    return convert(base, fox=FoxSpec(rope="drop", gate="none"))
-
-
-_MAKE: dict[str, Callable[[Any, Baseline], Any]] = {**dict.fromkeys(SCALED, _rescaled), "drope": _dropped}
 
 
 def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) -> Any:

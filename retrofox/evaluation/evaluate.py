@@ -32,8 +32,6 @@ from retrofox.support.report import environment, output_console, progress_bar, w
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
-
 
 def evaluate(
     model: str | os.PathLike | PreTrainedModel,
@@ -186,7 +184,7 @@ def _run(
     """One line for the model as it is and, for a converted one, one for each control."""
     labels = {key: opened.name}
     if controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
-        labels |= CONTROLS
+        labels |= loss_report.CONTROLS
     losses_of = partial(window_losses, opened.model)
     if context > 1:
         losses_of = shared_context.SharedLosses(context, opened.model).of_windows
@@ -194,7 +192,7 @@ def _run(
     for name, label in labels.items():
         reset_peak(opened.device)
         started = time.perf_counter()
-        switched = attention_mode(opened.model, name) if name in CONTROLS else nullcontext()
+        switched = attention_mode(opened.model, name) if name in loss_report.CONTROLS else nullcontext()
         with progress_bar("tokens", progress) as bar, switched:
             task = bar.add_task(label, total=total - len(chosen))  # a window's last token is not read
             values = losses_of(chosen, partial(bar.advance, task))

@@ -19,8 +19,8 @@ from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_la
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
-CONTROLS = ("open", "shuffled")
-"""Lines of the model with its gates changed."""
+CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
+"""Lines of the model with its gates changed, and their names."""
 NO_CHANGE = 1e-4
 """Nats: a change of the loss that is called none whatever its standard error."""
 

@@ -43,10 +43,7 @@ def made(pico_llama, pico_fox, pico_tokenizer, tmp_path_factory) -> dict[str, An
         (folder / "texts" / f"{number}.txt").write_text(text * 30, encoding="utf-8")
     given = {"model": str(folder / "fox"), "against": [str(folder / "base")], "data": [str(folder / "texts")]}
     given |= {"out": str(folder / "out"), "baselines": ["pi:4"], "progress": False}
-    before = suites.QUICK_ON_CPU
-    suites.QUICK_ON_CPU = SMALL
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suites, "QUICK_ON_CPU", SMALL)
         result = report(**given)
-    finally:
-        suites.QUICK_ON_CPU = before
     return {"given": given, "result": result, "out": Path(given["out"])}
