@@ -28,9 +28,9 @@ from eviction import METHODS, Evicting, round_to_fp8
 from provenance import provenance
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.compared_models import build
 from retrofox.evaluation.live_share import measure_live_share
+from retrofox.evaluation.names import parse
 from retrofox.evaluation.needle_prompts import EncodedTask, Haystack, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.statistics import mean_over_documents, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens

@@ -55,7 +55,7 @@ def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Se
     """
     from retrofox.config import Source
     from retrofox.data.sources import resolve
-    from retrofox.evaluation.baseline_names import parse_all
+    from retrofox.evaluation.names import parse_all
 
     for name in models:
         there(name)
@@ -71,7 +71,7 @@ def task_names(tasks: str | None, include_path: str | None) -> list[str]:
     Raises:
         ValueError: it was given and names none, or one that lm-eval doesn't know.
     """
-    from retrofox.evaluation.task_names import refuse_unknown
+    from retrofox.evaluation.names import refuse_unknown
 
     names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
     if tasks is not None and not names:

@@ -23,7 +23,7 @@ import torch
 from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
 from retrofox.data.windows import require_files
-from retrofox.evaluation.baseline_names import SCALED, Baseline, parse_all
+from retrofox.evaluation.names import SCALED, Baseline, parse_all
 from retrofox.families import check_supported
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.device import check_place

@@ -19,11 +19,10 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report, shared_context
-from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import compare, of_run
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
+from retrofox.evaluation.names import Baseline, refuse_without_tasks
 from retrofox.evaluation.per_token_loss import window_losses
-from retrofox.evaluation.task_names import refuse_without_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
 from retrofox.support.memory import reset_peak

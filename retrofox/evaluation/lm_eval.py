@@ -15,8 +15,8 @@ from unittest import mock
 import numpy as np
 from rich.console import Console
 
+from retrofox.evaluation.names import expand, refuse_unknown, unknown_tasks
 from retrofox.evaluation.statistics import paired_difference
-from retrofox.evaluation.task_names import expand, refuse_unknown, unknown_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import print_table
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from retrofox.data.sources import listed
-from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import compare
+from retrofox.evaluation.names import Baseline
 from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.needle_report import by_length, grid, print_tables, write_files
 from retrofox.evaluation.token_scores import score_tokens

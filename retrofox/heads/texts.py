@@ -19,8 +19,10 @@ def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
 
     Raises:
         FileNotFoundError: a file that is not there.
-        ValueError: no tokenizer, or no text in the sources.
+        ValueError: no source, no tokenizer, or no text in the sources.
     """
+    if not files:
+        raise ValueError("no text to measure heads on: name at least one file")
     if tokenizer is None:
         raise ValueError(
             "measuring heads on text needs a tokenizer, and the model has none: put its files beside the model"

@@ -14,7 +14,7 @@ from rich.console import Console
 from retrofox.data.sources import listed
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.compared_models import compare
-from retrofox.evaluation.task_names import refuse_unknown, refuse_without_tasks
+from retrofox.evaluation.names import refuse_unknown, refuse_without_tasks
 from retrofox.loading.device import resolve_device
 from retrofox.loading.source import first_line, holds_converted
 from retrofox.reporting.page import card_section, render

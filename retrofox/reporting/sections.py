@@ -17,13 +17,12 @@ from retrofox.config import Source
 from retrofox.conversion.fingerprint import hash_of, model_fingerprint
 from retrofox.data.files import Digests
 from retrofox.data.sources import resolve
-from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
+from retrofox.evaluation.names import Baseline, expand
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel
-from retrofox.evaluation.task_names import expand
 from retrofox.loading.device import resolve_device
 from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import open_tokenizer

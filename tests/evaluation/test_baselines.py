@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import transformers
 
 from retrofox.anatomy import has_known_head
-from retrofox.evaluation.baseline_names import FORMS, parse, parse_all
 from retrofox.evaluation.compared_models import base_for, build, compare
 from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.names import FORMS, parse, parse_all
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
 from retrofox.loading.fla_models import register_outside

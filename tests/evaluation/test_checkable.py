@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrofox.evaluation.checkable import INSTRUCTIONS, checkable_prompts
+from retrofox.evaluation.instructions import INSTRUCTIONS, checkable_prompts
 
 FORTY = " ".join(["word"] * 40)
 EXAMPLES = (

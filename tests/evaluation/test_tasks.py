@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.evaluation import token_scores
-from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.compared_models import build
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
-from retrofox.evaluation.task_names import PRESETS, expand
+from retrofox.evaluation.names import PRESETS, expand, parse
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 

@@ -11,8 +11,8 @@ import torch
 from retrofox import anatomy
 from retrofox.anatomy import has_known_head
 from retrofox.evaluation import token_scores
-from retrofox.evaluation.baseline_names import parse
 from retrofox.evaluation.compared_models import build
+from retrofox.evaluation.names import parse
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 
