@@ -116,29 +116,6 @@ def test_a_needle_is_found_where_greedy_decoding_emits_its_answer(haystack, llam
         assert answer["log_probability"] < 0
 
 
-def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text("text")
-    given: dict[str, Any] = {}
-
-    def record(model, against, data, lengths, **options):
-        given.update(options, model=model, against=against, data=data, lengths=lengths)
-
-    monkeypatch.setattr("retrofox.evaluation.needle.needle", record)
-    words = "me/m --data a.txt b.txt --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard"
-    words += " --trials 7 --seed 5 --out o --baseline drope"
-    assert run("needle", *words.split())[0] == 0
-    assert given == {
-        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a.txt", "b.txt"],
-        "lengths": [64, 128], "depths": 3,
-        "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"),
-        "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
-    }  # fmt: skip
-    assert run("needle", "me/m", "--data", "a.txt")[0] == 0
-    assert (given["mode"], given["against"]) == (["easy"], None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.evaluation import panel as panel_module
 from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, compare_answers, followed
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel import headline, panel, worst_row
@@ -199,23 +198,3 @@ def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
     assert (found["prompts"], found["model"], found["base"]) == (2, 0.5, 1.0)
     assert found["difference"]["difference"] == -0.5
     assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
-
-
-def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in "xy":
-        (tmp_path / name).write_text("text")
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(panel_module, "panel", lambda *args, **options: given.update(options, args=args))
-    words = "me/m --against me/b --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5"
-    assert run("panel", *words.split())[0] == 0
-    assert [str(x) if not isinstance(x, list) else x for x in given.pop("args")] == [
-        "me/m",
-        "me/b",
-        ["a=x", "b=y"],
-        "o",
-    ]
-    assert given == {
-        "quick": True, "length": 1024, "tokens": 4096, "chat": 5, "text_field": "text",
-        "device": None, "dtype": None,
-    }  # fmt: skip

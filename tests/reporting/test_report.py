@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retrofox.conversion.fingerprint import model_fingerprint
-from retrofox.reporting import report as report_module
 from retrofox.reporting.report import report
 from retrofox.reporting.sections import Asked, Kept, plan_parts
 from retrofox.reporting.suites import choose_suite
@@ -198,29 +197,6 @@ def test_sizes_of_a_suite_can_be_changed(monkeypatch):
     assert max(changed.lengths) == 3000
     assert changed.heads_length == 3000
     assert changed.trials == {"easy": 9, "standard": 9}
-
-
-def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text("text")
-    Path("i").mkdir()
-    given: dict[str, Any] = {}
-
-    def record(model, against, data, suite, out, **options):
-        given.update(options, model=model, against=against, data=data, suite=suite, out=out)
-
-    monkeypatch.setattr(report_module, "report", record)
-    words = "me/m --against me/b me/c --data a.txt b.txt --suite long --out o --length 4Ki --max-documents 5 --trials 6"
-    more = "--baseline drope --tasks short,piqa --include-path i --limit 3 --text-field body --name N"
-    assert run("report", *words.split(), *more.split(), "--device", "cpu", "--dtype", "float32")[0] == 0
-    assert given == {
-        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a.txt", "b.txt"], "suite": "long", "out": Path("o"),
-        "length": 4096,
-        "max_documents": 5, "trials": 6, "baselines": ["drope"], "tasks": ["short", "piqa"], "include_path": "i",
-        "limit": 3, "text_field": "body", "device": "cpu",
-        "dtype": "float32", "name": "N",
-    }  # fmt: skip
 
 
 def test_refusals(made, tmp_path, run):
