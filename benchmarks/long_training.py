@@ -37,7 +37,7 @@ from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.surgery import make_plan
 from retrofox.training.measure import measure_steps
-from retrofox.training.offload import pin_ahead
+from retrofox.training.offload import CHUNK
 from retrofox.training.param_groups import set_trainable
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -50,8 +50,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPEC = retrofox.FoxSpec(rope="partial", max_wavelength=2048.0, half_life=(256.0, 65536.0))
 LENGTHS = {"llama-3.1-8b-lora": [65536, 262144], "llama-3.2-1b": [65536, 524288], "pico": [64, 256]}
-WARM = 8192
-"""Tokens of the step that warms up a row which is not the shape's first."""
 GUESS = 0.3
 """Share of the GPU's peak with which the first row's time is guessed."""
 
@@ -114,7 +112,7 @@ class Bench:
         """Seconds of the budget that are left."""
         return self.options.budget - (time.perf_counter() - self.started)
 
-    def row(self, shape: str, length: int, first: bool) -> dict[str, Any]:
+    def row(self, shape: str, length: int) -> dict[str, Any]:
         """Plans one length of a shape, then measures it, or says why not."""
         options = self.options
         given = dict(options.switches)
@@ -130,30 +128,28 @@ class Bench:
             return {**found, "why_not": f"the plan finds no switches with which it fits {options.room:g} GB"}
         recipe = recipe_of(shape, length, {**given, **changes})
         try:
-            return found | self.measured(shape, recipe, found["planned_cpu_gb"], first)
+            return found | self.measured(shape, recipe, found["planned_cpu_gb"])
         except torch.cuda.OutOfMemoryError as error:
             self.model = None
             return {**found, "why_not": f"out of memory: {str(error).splitlines()[0][:160]}"}
 
-    def measured(self, shape: str, recipe: Recipe, cpu_gb: float, first: bool) -> dict[str, Any]:
+    def measured(self, shape: str, recipe: Recipe, cpu_gb: float) -> dict[str, Any]:
         """Speed and peak memory of a row, or why it is left out."""
         options, device, stage = self.options, self.device, recipe.stages[0]
         if self.model is None:
             self.model = build(shape, options.layers, device)
         set_trainable(self.model, stage, adapters=recipe.lora is not None)
-        # a step before the timed one loads kernels and makes the optimizer's state; a whole one in the first row
-        steps, warm_length = (1, None) if options.once else (2, None if first else WARM)
+        # a step before the timed one loads kernels and makes the optimizer's state
+        steps = 1 if options.once else 2
         flops = flops_per_token(shape_of(causal_lm(self.model).config.to_dict()), recipe, stage)
         speed = self.flops_per_second or (GUESS * (here().flops or 1e11))
-        estimate = (steps if first else 1) * 1.15 * flops * stage.sequence_length / speed
+        estimate = steps * 1.15 * flops * stage.sequence_length / speed
         if estimate > self.left():
             return {"why_not": f"would take about {estimate:.0f} s, {self.left():.0f} s are left"}
         if device.type == "cuda" and stage.offload_activations:
             pin_ahead(int(1e9 * cpu_gb))
         before = reset_peak(device)
-        run = measure_steps(
-            recipe, stage, self.model, device, steps=steps, documents=1, before=before, warm_length=warm_length
-        )
+        run = measure_steps(recipe, stage, self.model, device, steps=steps, documents=1, before=before)
         self.flops_per_second = flops * run["tokens_per_second"]
         return {
             "steps": steps,
@@ -184,6 +180,12 @@ class Bench:
             "planned_cpu_gb": round(math.fsum(cpu_memory(shape, recipe, stage, setting).values()) / 1e9, 3),
             "seconds_planning": round(time.perf_counter() - started, 1),
         }
+
+
+def pin_ahead(nbytes: int) -> None:
+    """Pins that much CPU memory for the buffers to come, so that no step waits for it; torch keeps it once freed."""
+    buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(-(-nbytes // CHUNK))]
+    del buffers
 
 
 def release(device: torch.device) -> None:
@@ -248,7 +250,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     for shape in options.shapes:
         first = None
         for length in options.lengths or LENGTHS[shape]:
-            row = bench.row(shape, length, first is None)
+            row = bench.row(shape, length)
             if "flops_per_second" in row:
                 first = first or row
                 if row["peak_memory_gb"]:  # on a CPU nothing may have been added to the process's own

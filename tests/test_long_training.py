@@ -1,4 +1,4 @@
-"""The benchmark of long rows on one GPU: its options, a tiny row on the CPU, and a table whatever happens."""
+"""The benchmark of long rows on one GPU: a tiny row on the CPU, and a table whatever happens."""
 
 from __future__ import annotations
 
@@ -12,29 +12,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import long_training
-
-from retrofox.training import measure
-
-
-def test_options(capsys):
-    options = long_training.arguments([])
-    assert options.shapes == ["llama-3.1-8b-lora", "llama-3.2-1b"]
-    assert (options.room, options.lengths, options.switches) == (80.0, None, [])
-    given = ["--switches", "tiled_mlp=512", "offload_activations=true", "tiled_mlp=auto"]
-    assert long_training.arguments(given).switches == [
-        ("tiled_mlp", 512),
-        ("offload_activations", True),
-        ("tiled_mlp", "auto"),
-    ]
-    for wrong, said in (
-        (["--switches", "micro_batch=2"], "give a switch, such as tiled_mlp=auto"),
-        (["--shapes", "llama-4"], "invalid choice"),
-        (["--lengths", "0"], "--lengths must be 1 or more, got 0"),
-        (["--layers", "-1"], "--layers must be 1 or more, got -1"),
-    ):
-        with pytest.raises(SystemExit):
-            long_training.arguments(wrong)
-        assert said in capsys.readouterr().err
 
 
 def test_a_tiny_row(tmp_path, capsys):
@@ -52,21 +29,6 @@ def test_a_tiny_row(tmp_path, capsys):
     assert row["flops_per_second"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"], rel=0.01)
     assert row["planned_gb"] >= 0
     assert "pico                    1       24" in capsys.readouterr().out
-
-
-def test_a_later_row_warms_up_with_a_short_step(monkeypatch):
-    lengths, plain = [], measure.RandomData.batches
-
-    def batches(self, first_row):
-        for batch in plain(self, first_row):
-            lengths.append(batch["input_ids"].shape[1])
-            yield batch
-
-    monkeypatch.setattr(measure.RandomData, "batches", batches)
-    monkeypatch.setattr(long_training, "WARM", 8)
-    result = long_training.main(["--shapes", "pico", "--lengths", "16", "32", "--layers", "1"])
-    assert [(row["steps"], row["warm"]) for row in result["rows"]] == [(2, True), (2, True)]
-    assert lengths == [16, 16, 8, 32]
 
 
 def test_what_does_not_run_is_in_the_table(monkeypatch, tmp_path, capsys):

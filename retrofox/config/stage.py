@@ -27,20 +27,18 @@ class Rates(Section):
 class Budget(Section):
     """A pressure on the gates until few enough keys are left alive (`retrofox.training.budget`)."""
 
-    gone: ClassVar[dict[str, Any]] = {"form": "equal"}
+    gone: ClassVar[dict[str, Any]] = {"form": "equal", "spare": []}
 
     share: float = Field(gt=0, lt=1, description="of the keys that are to be left alive")
     length: Positive = Field(default=32768, description="tokens of the text of which it is the share")
     weight: float = Field(default=0.03, gt=0, description="of the pressure beside the loss")
     anneal: float = Field(default=0.5, ge=0, le=1, description="part of the stage in which the target falls from 1")
-    spare: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(
-        default=[], description="[layer, kv head] of the heads that are not pressed, counted from 0"
-    )
 
 
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
+    gone: ClassVar[dict[str, Any]] = {"teacher": "auto", "gate_delay_tokens": 0}
     trains_pretrained: ClassVar[bool] = True
     """Whether a stage trains the pretrained parts unless its rates say otherwise."""
     without: ClassVar[tuple[str, ...]] = ()
@@ -69,11 +67,10 @@ class Stage(Section):
     warmup_tokens: Count = 0
     decay_tokens: Positive | None = Field(default=None, description="wsd: tokens of the final decay; None = a fifth")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    gate_delay_tokens: Count = Field(default=0, description="gates keep their start this long")
     anneal: bool = Field(
         default=True, description="whether this stage moves the annealing of a model with rope: anneal"
     )
-    cross_entropy: Literal["auto", "chunked", "torch", "liger"] = "auto"
+    cross_entropy: Literal["auto", "chunked", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
         default="none", description="none, full, or n: every n-th layer is recomputed"
     )
@@ -119,9 +116,10 @@ class Stage(Section):
             self.min_lr_ratio > 0 and self.schedule == "constant",
             f"min_lr_ratio is where a schedule ends, and constant stays at 1: remove it, got {self.min_lr_ratio:g}",
         )
-        for name in ("warmup_tokens", "gate_delay_tokens"):
-            count = getattr(self, name)
-            yield count >= self.tokens, f"{name} must be less than tokens ({self.tokens}), got {count}"
+        yield (
+            self.warmup_tokens >= self.tokens,
+            f"warmup_tokens must be less than tokens ({self.tokens}), got {self.warmup_tokens}",
+        )
         yield (
             self.warmup_tokens + (self.decay_tokens or 0) > self.tokens > self.warmup_tokens,
             f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), got {self.warmup_tokens} + "
@@ -142,11 +140,7 @@ class Stage(Section):
 
 
 class TaughtStage(Stage):
-    """A stage that learns from the original."""
-
-    teacher: Literal["auto", "shared", "copy"] = Field(
-        default="auto", description="shared = the frozen weights themselves, copy = a second model"
-    )
+    """A stage that learns from the original: its own frozen weights where they still are, else a second model."""
 
 
 class BudgetedStage(Stage):

@@ -85,10 +85,9 @@ def recomputed(stage: Stage, layers: int) -> int:
 
 def has_teacher(recipe: Recipe, stage: Stage) -> bool:
     """Whether the original is there as a second model: where the stage learns from weights that have moved."""
-    if not isinstance(stage, TaughtStage) or stage.teacher == "shared":
+    if not isinstance(stage, TaughtStage) or recipe.lora is not None:
         return False
-    moves = [each.rate("attention") > 0 or each.rate("rest") > 0 for each in (*_before(recipe, stage), stage)]
-    return stage.teacher == "copy" or (recipe.lora is None and any(moves))
+    return any(each.rate("attention") > 0 or each.rate("rest") > 0 for each in (*_before(recipe, stage), stage))
 
 
 def _before(recipe: Recipe, stage: Stage) -> list[Stage]:

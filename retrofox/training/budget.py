@@ -7,7 +7,7 @@ A head whose gate values average -m nats a token (m = mean |log f|) sees about s
 
 While live > target a penalty is added to the loss. Only its gradient is: the forward is unchanged to the bit, and each
 gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers, for
-every head that is not spared, by `budget.spare` or as one of the model's `open_heads`:
+every head that is none of the model's `open_heads`:
 
     weight * mean of log2(half-life), over half-lives above 64 tokens;    its gradient: weight / (H N ln 2 |log f|)
 
@@ -17,7 +17,6 @@ Means m are those of the micro-batch, on this process's device, so that nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class GatePressure(TrainerCallback):
         factors: the same times what the micro-batch decides: 0 where the target is reached.
 
     Raises:
-        ValueError: a spared head that isn't there; so many that the share can't be reached.
+        ValueError: so many heads are spared that the share can't be reached.
     """
 
     def __init__(self, model: Any, stage: BudgetedStage, tokens: int, world: int, device: torch.device | None = None):
@@ -91,15 +90,12 @@ class GatePressure(TrainerCallback):
         pressed = pressed_gates(model)
         self.gates = list(pressed.values())
         where = device or self.gates[0].bias.device
-        kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-        heads = self.gates[0].bias.shape[0]
-        opened = (getattr(model.config, "fox", None) or {}).get("open_heads") or ()
-        spared = spared_heads([*self.budget.spare, *opened], 1 + max(pressed), kv_heads, heads)[list(pressed)]
-        if float(spared.float().mean()) >= self.budget.share:
+        spared = open_heads(model.config, 1 + max(pressed), len(self.gates[0].bias))[list(pressed)]
+        share = float(spared.float().mean())
+        if share >= self.budget.share:
             raise ValueError(
-                f"budget.spare and fox.open_heads leave {float(spared.float().mean()):.0%} of the heads open, and "
-                f"budget.share is "
-                f"{self.budget.share:.0%} of the keys of all: spare fewer heads, or raise share"
+                f"fox.open_heads leaves {share:.0%} of the heads open, and budget.share is {self.budget.share:.0%} of "
+                "the keys of all: open fewer heads, or raise share"
             )
         self.weights = (~spared).float().to(where) * (stage.budget.weight * world / (spared.numel() * tokens))
         self.means = torch.full(spared.shape, -math.log(2.0), device=where)
@@ -144,21 +140,13 @@ class GatePressure(TrainerCallback):
         return -torch.expm1(spans / self.budget.length).mean()
 
 
-def spared_heads(spare: Sequence[Sequence[int]], layers: int, kv_heads: int, heads: int) -> torch.Tensor:
-    """(layers, heads) bool: the gates' heads that read the kv heads of `spare`, which are pairs [layer, kv head].
-
-    Raises:
-        ValueError: a pair that isn't there.
-    """
-    spared = torch.zeros(layers, min(kv_heads, heads), max(1, heads // kv_heads), dtype=torch.bool)
-    for layer, kv_head in spare:
-        if not (0 <= layer < layers and 0 <= kv_head < spared.shape[1]):
-            raise ValueError(
-                f"budget.spare: [{layer}, {kv_head}] is no kv head whose gate is trained ({layers} layers of "
-                f"{spared.shape[1]} kv heads): give pairs [layer, kv head], counted from 0"
-            )
-        spared[layer, kv_head] = True
-    return spared.flatten(1)
+def open_heads(config: Any, layers: int, heads: int) -> torch.Tensor:
+    """(layers, heads) bool: the gates' heads that read the kv heads of the model's `open_heads`, [layer, kv head]."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    found = torch.zeros(layers, min(kv_heads, heads), max(1, heads // kv_heads), dtype=torch.bool)
+    for layer, kv_head in (getattr(config, "fox", None) or {}).get("open_heads") or ():
+        found[layer, kv_head] = True
+    return found.flatten(1)
 
 
 def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:

@@ -15,14 +15,11 @@ from retrofox.planning.live_share import live_shares
 from retrofox.support.interruptions import Interruptions
 from retrofox.training.budget import horizon_of
 
-SATURATED_SLOPE = 1e-6
-"""A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
-
 
 class LossWindow:
-    """Sums of the loss and the metrics over the steps since the last log line that was due, on this process's device.
+    """Sums of the loss and the metrics over the steps since the last log line, on this process's device.
 
-    Saved with every checkpoint: a run stopped between two lines then logs the means that it would have logged.
+    Every save is logged (`LogWithSaves`), so a checkpoint has none of it.
     """
 
     def __init__(self, metrics: int, device: torch.device):
@@ -34,23 +31,15 @@ class LossWindow:
         self.sums += torch.cat((loss.detach()[None], metrics))
 
     def means(self, accelerator: Any, step: int) -> list[float]:
-        """Loss and metrics of a step since the window's start, over all processes."""
-        return (accelerator.reduce(self.sums.clone(), "mean") / max(1, step - self.start)).tolist()
+        """Loss and metrics of a step since the window's start, over all processes; a new window starts."""
+        found = (accelerator.reduce(self.sums.clone(), "mean") / max(1, step - self.start)).tolist()
+        self.restart(step)
+        return found
 
     def restart(self, step: int) -> None:
         """Starts a new window after a step."""
         self.sums.zero_()
         self.start = step
-
-    def state(self, accelerator: Any) -> dict[str, Any]:
-        """For a checkpoint: where the window starts, and every process's sums."""
-        return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
-
-    def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
-        """Goes on with a window that was saved; by another number of processes, each takes the mean."""
-        sums = torch.tensor(kept["sums"], dtype=self.sums.dtype)
-        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(0))
-        self.start = kept["start"]
 
 
 class Anneal(TrainerCallback):
@@ -115,44 +104,33 @@ class GateRecorder(TrainerCallback):
         self.horizon, self.kv_heads = horizon_of(model), getattr(model.config, "num_key_value_heads", None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        due = self.is_due(state.global_step + 1, state.max_steps)
+        step = state.global_step + 1
+        due = step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= state.max_steps
         for gate in self.gates:
             gate.record = due
 
-    def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether a step has a log line in every run, interrupted or not."""
-        return step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= max_steps
-
     def statistics(self) -> dict[str, float]:
-        """Half-lives in tokens over all heads (geometric mean, percentiles) and shares of saturated and dead heads."""
+        """Half-lives in tokens over all heads (geometric mean, percentiles), dead heads and the live share."""
         recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]
         if not recorded:
             return {}
-        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1)
+        found = torch.stack([log_f.mean((0, 1)) for log_f in recorded])
         length = recorded[0].shape[1]
         if self.mesh is not None:  # each process saw a part of the rows
             found, length = self.mesh.sum(found) / self.mesh.size, length * self.mesh.size
         found = found.cpu()
         for gate in self.gates:
             gate.last_log_f = None
-        by_layer = found[0].reshape(len(recorded), -1)
-        live = live_shares((-by_layer).tolist(), self.horizon, self.kv_heads or by_layer.shape[1])
-        return half_life_statistics(found[0], found[1], length) | live
+        live = live_shares((-found).tolist(), self.horizon, self.kv_heads or found.shape[1])
+        return half_life_statistics(found.flatten(), length) | live
 
 
-def _per_head(log_f: torch.Tensor) -> torch.Tensor:
-    """(2, H): mean log f, and the share of values whose slope is below SATURATED_SLOPE, of log_f (B, T, H)."""
-    slope = log_f.exp() * -torch.expm1(log_f)
-    return torch.stack((log_f.mean((0, 1)), (slope < SATURATED_SLOPE).float().mean((0, 1))))
-
-
-def half_life_statistics(mean_log_f: torch.Tensor, saturated: torch.Tensor, length: int) -> dict[str, float]:
-    """Statistics over heads of half-lives ln 2 / mean(-log f) in tokens, and shares of saturated and dead heads.
+def half_life_statistics(mean_log_f: torch.Tensor, length: int) -> dict[str, float]:
+    """Statistics over heads of half-lives ln 2 / mean(-log f) in tokens, and the share of dead heads.
 
     Args:
         mean_log_f: (heads,) float32.
-        saturated: (heads,) float32, each head's share of saturated gate values.
-        length: tokens of a row.
+        length: tokens of a row, over which a dead head decays by less than DEAD_DECAY.
     """
     lives = half_life_tokens(mean_log_f.double().clamp_max(-1e-12))
     p10, p50, p90 = torch.quantile(lives, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
@@ -161,7 +139,6 @@ def half_life_statistics(mean_log_f: torch.Tensor, saturated: torch.Tensor, leng
         "half_life_p10": p10,
         "half_life_p50": p50,
         "half_life_p90": p90,
-        "gates_saturated": float((saturated >= 0.99).double().mean()),
         "gates_dead": float((-mean_log_f.double() * length < DEAD_DECAY).double().mean()),
     }
 

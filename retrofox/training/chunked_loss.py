@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 class Head:
     """The language-model head on a given weight: what `logits_from_hidden` needs of a model, and nothing else."""
 
-    def __init__(self, config: Any, weight: torch.Tensor, bias: torch.Tensor | None, linear: Any = F.linear):
-        self.config, self.weight, self.bias, self.linear = config, weight, bias, linear
+    def __init__(self, config: Any, weight: torch.Tensor, linear: Any = F.linear):
+        self.config, self.weight, self.linear = config, weight, linear
 
     def get_output_embeddings(self) -> Any:
         return self
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(hidden, self.weight, self.bias)
+        return self.linear(hidden, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_from_hidden(self, hidden)  # type: ignore[arg-type]
@@ -36,42 +35,31 @@ class Head:
 def is_plain_head(model: Any) -> bool:
     """Whether logits are W h: no bias, no scale, no cap (found by passing numbers through the family's rules)."""
     lm = causal_lm(model)
-    head = lm.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        return False
     probe = torch.tensor([-300.0, -0.5, 0.25, 40.0])
-    through = Head(lm.config, torch.zeros(1), None, linear=lambda hidden, weight, bias: hidden).logits(probe)
-    return torch.equal(through, probe)
+    through = Head(lm.config, torch.zeros(1), linear=lambda hidden, weight: hidden).logits(probe)
+    return getattr(lm.get_output_embeddings(), "bias", None) is None and torch.equal(through, probe)
 
 
 def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
-    """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
+    """(name, reason) of the cross-entropy to run: "chunked" (ours) or "liger".
 
     Raises:
-        ValueError: the requested one can't run here; the text names the missing part.
+        ValueError: liger's can't run here; the text names what is missing.
     """
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    sharded = shards_weights()
-    if requested == "auto":
-        # 65536 tokens x 128256 words x 2048, bfloat16 on an H200 (commit 87b801e): liger 179 ms, 2.9 GB;
-        # chunked 248 ms, 5.0 GB. 512 x 49152 x 576, float32 on a CPU core: chunked 1.3 s, torch's (2.13) 5.9 s.
-        if device.type == "cuda" and installed and not sharded and is_plain_head(model):
-            return "liger", "auto: 1.4x as fast as chunked on a GPU"
-        return "chunked", "auto: 4x as fast as torch's on a CPU core, knows every family's logit rules, sharded or not"
-    if requested == "chunked":
-        return "chunked", "requested"
-    if not is_plain_head(model):
-        raise ValueError(f"cross_entropy={requested} can't apply this family's logit scale, cap or bias: use chunked")
-    if requested == "torch" and not hasattr(F, "linear_cross_entropy"):
-        raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
-    if requested == "liger":
-        if not installed:
-            raise ValueError("cross_entropy=liger needs liger-kernel: pip install '.[liger]' in a clone; or chunked")
-        if device.type != "cuda":
-            raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
-        if sharded:
-            raise ValueError("cross_entropy=liger needs the head's whole weight, which sharding splits: use chunked")
-    return requested, "requested"
+    lacks = (
+        ("liger-kernel: pip install '.[liger]' in a clone", importlib.util.find_spec("liger_kernel") is None),
+        ("a GPU", device.type != "cuda"),
+        ("the head's whole weight, which sharding splits", shards_weights()),
+        ("logits without scale, cap or bias, which this family has", not is_plain_head(model)),
+    )
+    lacking = [part for part, is_lacking in lacks if is_lacking]
+    if requested == "liger" and lacking:
+        raise ValueError(f"cross_entropy=liger needs {lacking[0]}; or use chunked")
+    if requested == "chunked" or lacking:
+        return "chunked", "requested" if requested == "chunked" else "auto: knows every family's logit rules"
+    # 65536 tokens x 128256 words x 2048, bfloat16 on an H200 (commit 87b801e): liger 179 ms, 2.9 GB;
+    # chunked 248 ms, 5.0 GB.
+    return "liger", "requested" if requested == "liger" else "auto: 1.4x as fast as chunked on a GPU"
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
@@ -88,25 +76,21 @@ class SumOverRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any, loss_of: Any, rows: int):
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        need = need_hidden or need_weight or need_bias
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, head: Any, loss_of: Any, rows: int):
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if need_bias else None
         total: Any = 0.0
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, min(start + rows, hidden.shape[0]))
-            stats, grads = loss_of(head, hidden[part].detach(), part, need)
+            stats, grads = loss_of(head, hidden[part].detach(), part, need_hidden or need_weight)
             total = total + stats
             if d_hidden is not None:
                 d_hidden[part] = grads[0]
             if d_weight is not None:
                 d_weight += grads[1]
-            if d_bias is not None:
-                d_bias += grads[2]
-        ctx.grads = (d_hidden, d_weight, d_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.grads = (d_hidden, d_weight)
+        ctx.dtypes = (hidden.dtype, weight.dtype)
         metrics = total[1:].clone()
         ctx.mark_non_differentiable(metrics)
         return total[0].clone(), metrics
@@ -185,10 +169,7 @@ class AnyRows:
             return self.loss_of(head.logits(hidden).float(), part), ()
         with torch.enable_grad():
             leaves = [hidden.requires_grad_(), head.weight.detach().requires_grad_()]
-            if head.bias is not None:
-                leaves.append(head.bias.detach().requires_grad_())
-            again = Head(head.config, leaves[1], leaves[2] if head.bias is not None else None)
-            stats = self.loss_of(again.logits(leaves[0]).float(), part)
+            stats = self.loss_of(Head(head.config, leaves[1]).logits(leaves[0]).float(), part)
             grads = torch.autograd.grad(stats[0], leaves)
         return stats.detach(), grads
 
@@ -201,31 +182,21 @@ def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> 
     """
     lm = causal_lm(model)
     module = lm.get_output_embeddings()
-    if not isinstance(module, nn.Linear):
-        raise ValueError(
-            f"the language-model head is a {type(module).__name__}: adapters on the head are not supported"
-        )
+    if not isinstance(module, nn.Linear) or module.bias is not None:
+        raise ValueError(f"the language-model head, {module}, is no plain linear layer: no adapters on it, no bias")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(device, enabled=False):
-            bias = module.bias
-            head = Head(lm.config, module.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
-            return SumOverRows.apply(hidden, module.weight, bias, head, loss_of, rows)  # type: ignore[return-value]
+            head = Head(lm.config, module.weight.detach().to(dtype))
+            return SumOverRows.apply(hidden, module.weight, head, loss_of, rows)  # type: ignore[return-value]
 
-    with _forward_as(module, forward):
-        return module(hidden)
-
-
-@contextlib.contextmanager
-def _forward_as(module: nn.Module, function: Any) -> Iterator[None]:
     before = module.__dict__.get("forward")
-    module.forward = function
+    module.forward = forward  # type: ignore[assignment]
     try:
-        yield
+        return module(hidden)
     finally:
-        if before is None:
-            del module.forward
-        else:
+        del module.forward
+        if before is not None:
             module.forward = before

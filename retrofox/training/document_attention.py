@@ -67,22 +67,16 @@ def set_document_attention(model: Any) -> None:
     """Makes an unconverted model attend by document, with the ends that its forward is given as `document_ends`.
 
     Raises:
-        ValueError: see `refuse_document_attention`.
+        ValueError: its attention is not SDPA with or without windows.
     """
-    refuse_document_attention(model)
-    model.set_attn_implementation(NAME)
-
-
-def refuse_document_attention(model: Any, requested: str | None = None) -> None:
-    """Raises ValueError for a model whose attention (`requested` or its own) is not SDPA with or without windows."""
     config = causal_lm(model).config
-    attention = requested or config._attn_implementation
     check_supported(config)  # of other families it is not known what their attention is given
     check_settings(config)
-    if has_softcap(config) or attention not in ("sdpa", NAME):
-        kind = "soft-capped" if has_softcap(config) else attention
+    if has_softcap(config) or config._attn_implementation not in ("sdpa", NAME):
+        kind = "soft-capped" if has_softcap(config) else config._attn_implementation
         raise ValueError(
             f"max_position trains an unconverted model by SDPA, a document at a time, and this {config.model_type} "
             f"model's attention is {kind}: remove max_position (or `attention:`), or give "
             "`fox: {rope: keep, gate: none}`, the same model by this toolkit's attention"
         )
+    model.set_attn_implementation(NAME)

@@ -17,7 +17,7 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
 from retrofox.surgery import unconverted
 from retrofox.training import checkpoint
-from retrofox.training.lora import check_adapter
+from retrofox.training.lora import assert_gates_saved
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -34,53 +34,43 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
         ValueError: it could not be written, with the checkpoint that stands.
     """
     with checkpoint.saving(directory, Path(str(trainer.args.output_dir))):
-        _export(trainer, model, directory, tokenizer, note, last)
-
-
-def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
-    dtype = PRECISIONS[trainer.run.recipe.precision] if last and trainer.run.recipe.lora is None else None
-    if trainer.args.should_save:
-        if directory.exists():
-            shutil.rmtree(directory)
-        if weights is not None:
+        weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # type: ignore[arg-type]
+        dtype = PRECISIONS[trainer.run.recipe.precision] if last and trainer.run.recipe.lora is None else None
+        if trainer.args.should_save:
+            if directory.exists():
+                shutil.rmtree(directory)
             _tie(weights, model)
-        if dtype is not None and weights is not None:
-            weights = _cast(weights, dtype)
-        elif dtype is not None:
-            for name, parameter in model.named_parameters():
-                if not is_new_tensor(name):
-                    parameter.data = parameter.data.to(dtype)
-        model.save_pretrained(str(directory), state_dict=weights)
-    if trainer.run.recipe.lora is not None:
-        check_adapter(trainer.model, directory, trainer.args.should_save)
-    if trainer.args.should_save:
-        if (directory / "config.json").is_file():
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            config["use_cache"] = True  # the Trainer turned it off for its own passes
             if dtype is not None:
-                config["dtype"] = str(dtype).removeprefix("torch.")
-            write_json(directory / "config.json", config)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
-        for path in directory.rglob("*.safetensors"):
-            path.chmod(new_file_mode())
-        if trainer.run.recipe.lora is not None and last:
-            say_where_the_base_is(directory)
-        checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
+                weights = _cast(weights, dtype)
+            model.save_pretrained(str(directory), state_dict=weights)
+            if trainer.run.recipe.lora is not None:
+                assert_gates_saved(directory, model)
+            if (directory / "config.json").is_file():
+                config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+                config["use_cache"] = True  # the Trainer turned it off for its own passes
+                if dtype is not None:
+                    config["dtype"] = str(dtype).removeprefix("torch.")
+                write_json(directory / "config.json", config)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(directory))
+            for path in directory.rglob("*.safetensors"):
+                path.chmod(new_file_mode())
+            if trainer.run.recipe.lora is not None and last:
+                say_where_the_base_is(directory)
+            if trainer.stage.objective == "adapt":
+                export_original(directory, PRECISIONS[trainer.run.recipe.precision], tokenizer)
+            checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
     trainer.accelerator.wait_for_everyone()
 
 
-def export_original(adapted: Path, out: Path, dtype: torch.dtype, tokenizer: Any) -> None:
+def export_original(adapted: Path, dtype: torch.dtype, tokenizer: Any) -> None:
     """Writes what an adapt stage trained as an ordinary, unconverted checkpoint: the control for what follows.
 
-    It appears whole or not at all; one that is there stays.
-
     Args:
-        adapted: the model that the stage left.
+        adapted: the model that the stage left; `original` comes beside it, whole or not at all, unless it is there.
         dtype: of all tensors.
     """
+    out = adapted.with_name("original")
     if out.exists():
         return
     with AtomicDirectory(out) as directory:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,6 @@ def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
         parts.append(f"half-lives {low:,.0f} to {high:,.0f} tokens, mean {mean:,.0f}")
     if logs.get("gates_dead"):
         parts.append(f"gates that never forget: {logs['gates_dead']:.0%}")
-    if logs.get("gates_saturated"):
-        parts.append(f"gates that hardly learn: {logs['gates_saturated']:.0%}")
     if "live_cache_32k" in logs:
         shares = (f"{n} {logs[f'live_operations_{n}']:.0%}/{logs[f'live_cache_{n}']:.0%}" for n in LENGTHS)
         parts.append("keys alive, operations/cache: " + " ".join(shares))
@@ -112,11 +110,10 @@ class JsonLog:
     def __init__(self, path: Path, stage: int, resumed_step: int):
         self.path, self.stage = path, stage
         kept = [line for line in self._lines() if (line["stage"], line["step"]) <= (stage, resumed_step)]
-        with self._clear_errors():
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The entries that can be read; a last one cut short never stops a run."""
+        """The entries that can be read: a power cut may leave a part of one."""
         found = []
         for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
             with contextlib.suppress(ValueError):
@@ -126,20 +123,6 @@ class JsonLog:
         return found
 
     def write(self, values: dict[str, Any]) -> None:
-        """Appends one line.
-
-        Raises:
-            ValueError: the disk is full or only read.
-        """
-        with self._clear_errors(), open(self.path, "a", encoding="utf-8") as file:
+        """Appends one line."""
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": self.stage, **values}) + "\n")
-
-    @contextlib.contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(
-                f"could not write {self.path}: {error.strerror}. Free some disk space or repair the directory, and run "
-                "the same command again: it resumes from the last complete checkpoint"
-            ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from retrofox.training import checkpoint
@@ -26,41 +25,20 @@ class Guard:
         self.factor, self.fp16, self.root = factor, fp16, root
         self.mean: float | None = None
 
-    def check(
-        self, loss: float, grad_norm: float | None, step: int, keep: bool = True, logged: Sequence[float] = ()
-    ) -> None:
-        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`.
-
-        Args:
-            logged: earlier steps whose loss was seen and was good.
-        """
+    def check(self, loss: float, grad_norm: float | None, step: int) -> None:
+        """Raises Diverged, or takes the loss into the running mean."""
         # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
         gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
         if not math.isfinite(loss) or gradient_broken:
             found = f"loss {loss}, gradient norm {grad_norm}: not finite"
-            raise Diverged(f"step {step}: {found}. {way_back(self.root, logged)}")
-        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
+        elif self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
             found = f"loss {loss:.3f} jumped from a running mean of {self.mean:.3f}"
-            raise Diverged(f"step {step}: {found}. {way_back(self.root, logged)}")
-        if keep:
+        else:
             self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
-
-
-def way_back(root: Path, logged: Sequence[float]) -> str:
-    """What stands below `root` after the loss diverged, and what to try.
-
-    Args:
-        logged: steps whose loss was seen and was good.
-    """
-    good, _ = checkpoint.newest_good(root)
-    stands, again = "There is no checkpoint yet", "run again"
-    if good is not None:
-        stands, again = f"{good} stands", "run again to resume from it"
-        if not any(step > checkpoint.step_of(good) for step in logged):
-            earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
-            before = earlier[-1] if earlier else "the start of the stage"
-            stands += f" (no loss was seen since it was saved: if it is spoilt, delete it to go back to {before})"
-    return (
-        f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
-        "clip; a spike that you trust to pass: raise spike_factor"
-    )
+            return
+        good, _ = checkpoint.newest_good(self.root)
+        stands = f"{good} stands (delete it if it is spoilt, too)" if good else "There is no checkpoint yet"
+        raise Diverged(
+            f"step {step}: {found}. {stands}: run again after lowering learning_rate (gate rates first), raising "
+            "warmup_tokens or lowering clip; a spike that you trust to pass: raise spike_factor"
+        )

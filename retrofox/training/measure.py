@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from retrofox.training.model import built, lower_frozen, starts_from, trained_co
 from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.param_groups import set_trainable
-from retrofox.training.run import Run
+from retrofox.training.run_directory import Run
 from retrofox.training.teacher import needs_teacher
 from retrofox.training.trainer import FoxTrainer
 from retrofox.training.validate import preflight
@@ -84,7 +83,6 @@ def measure_steps(
     steps: int = 3,
     documents: int = 2,
     before: float = 0.0,
-    warm_length: int | None = None,
 ) -> dict[str, Any]:
     """Trains `model` for a few steps of a stage through the Trainer itself; the first warms up, unless it is the only.
 
@@ -95,7 +93,6 @@ def measure_steps(
         teacher: the original, where the stage needs it as a second model.
         documents: in every row; 1 lets unconverted models run without a mask.
         before: bytes that `reset_peak` found in use before the model was made: no part of a CPU run's peak.
-        warm_length: tokens of the first step's rows, where whole ones would take too long to warm up with.
 
     Returns:
         tokens_per_second (median, of all processes), seconds_per_step, peak_memory_gb, mfu (None where the device's
@@ -115,9 +112,6 @@ def measure_steps(
     world = processes()
     batch_tokens = tokens_per_step(stage, world)
     micro_batches = accumulation(stage, batch_tokens, world)
-
-    short = stage.model_copy(update={"sequence_length": min(warm_length or 2, stage.sequence_length)})
-    warm = () if warm_length is None else (short,) * micro_batches
     shape = known_shape(causal_lm(model).config)
     clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), device)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +119,7 @@ def measure_steps(
         settings.save_strategy = type(settings.save_strategy)("no")
         run = Run(recipe, Path(folder), [batch_tokens], Interruptions("nothing is saved"))
         objective = stage_objective(model, stage, device, teacher)
-        data = RandomData(stage, causal_lm(model).config.vocab_size, documents, warm)
+        data = RandomData(stage, causal_lm(model).config.vocab_size, documents)
         trainer = FoxTrainer(model, settings, run, 0, objective, data, clock)
         with repeatable(recipe.deterministic), trained_form(model, stage):
             trainer.train()
@@ -152,35 +146,24 @@ class RandomData:
 
     Args:
         documents: of equal length in each row.
-        first: stages whose micro-batches come first, one each.
     """
 
     held_out = mesh = None
 
-    def __init__(self, stage: Stage, vocabulary: int, documents: int, first: Sequence[Stage] = ()):
-        self.stage, self.vocabulary, self.documents, self.first = stage, vocabulary, documents, first
-
-    def state(self, consumed: int) -> dict[str, Any]:
-        """Nothing: no checkpoint is written."""
-        return {}
-
-    def eval_batches(self) -> Iterator[dict[str, Any]]:
-        """None."""
-        return iter(())
+    def __init__(self, stage: Stage, vocabulary: int, documents: int):
+        self.stage, self.vocabulary, self.documents = stage, vocabulary, documents
 
     def batches(self, first_row: int) -> Iterator[dict[str, Any]]:
         """Micro-batches, endless."""
-        for stage in itertools.chain(self.first, itertools.repeat(self.stage)):
-            yield self._batch(stage.micro_batch, stage.sequence_length)
-
-    def _batch(self, rows: int, length: int) -> dict[str, Any]:
+        rows, length = self.stage.micro_batch, self.stage.sequence_length
         positions = torch.arange(length) % max(1, length // self.documents)
-        ids = torch.randint(0, self.vocabulary, (rows, length))
-        targets = torch.full_like(ids, IGNORE)
-        targets[:, :-1] = ids[:, 1:]
-        targets[:, :-1][:, positions[1:] == 0] = IGNORE
-        batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
-        if self.documents > 1:
-            first = torch.arange(rows * length)[positions.repeat(rows) == 0]
-            batch["cu_seqlens"] = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
-        return {**batch, "num_targets": int((targets >= 0).sum())}
+        while True:
+            ids = torch.randint(0, self.vocabulary, (rows, length))
+            targets = torch.full_like(ids, IGNORE)
+            targets[:, :-1] = ids[:, 1:]
+            targets[:, :-1][:, positions[1:] == 0] = IGNORE
+            batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
+            if self.documents > 1:
+                first = torch.arange(rows * length)[positions.repeat(rows) == 0]
+                batch["cu_seqlens"] = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
+            yield {**batch, "num_targets": int((targets >= 0).sum())}

@@ -19,7 +19,6 @@ from retrofox.training.chunked_loss import (
     Head,
     PlainCrossEntropy,
     PlainDistillation,
-    RowLoss,
     choose_cross_entropy,
     chunk_rows,
     is_plain_head,
@@ -63,34 +62,19 @@ class Extend:
 
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss summed over targets, metrics summed over targets)."""
-        return self.from_hidden(model, hidden_states(model, batch), batch["targets"])
-
-    def from_hidden(self, model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy from hidden states (B, T, hidden) and targets (B, T)."""
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden, targets = hidden_states(model, batch).flatten(0, 1), batch["targets"].flatten()
         if self.kind == "chunked":
-            loss_of = PlainCrossEntropy(targets) if self.plain else AnyRows(_cross_entropy_of(targets))
+
+            def cross_entropy_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
+                return F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)[None]
+
+            loss_of = PlainCrossEntropy(targets) if self.plain else AnyRows(cross_entropy_of)
             return sum_over_rows(model, hidden, loss_of, self.rows)
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
         weight = causal_lm(model).get_output_embeddings().weight
-        if self.kind == "torch":
-            options = torch.nn.LinearCrossEntropyOptions()
-            dtype = hidden.dtype if not torch.is_autocast_enabled(hidden.device.type) else torch.bfloat16
-            with torch.autocast(hidden.device.type, enabled=False):
-                loss = F.linear_cross_entropy(
-                    hidden.to(dtype), weight.to(dtype), targets, reduction="sum", ignore_index=IGNORE, options=options
-                )
-        else:
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", ignore_index=IGNORE)(weight, hidden, targets)
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", ignore_index=IGNORE)(weight, hidden, targets)
         return loss.float(), loss.new_zeros(0)
-
-
-def _cross_entropy_of(targets: torch.Tensor) -> RowLoss:
-    def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
-        return F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)[None]
-
-    return loss_of
 
 
 class Distill:
@@ -123,7 +107,7 @@ class Distill:
         tau = self.temperature
 
         def teach(part: slice) -> torch.Tensor:
-            return Head(lm.config, module.weight.to(dtype), module.bias).logits(taught[part].to(dtype))
+            return Head(lm.config, module.weight.to(dtype)).logits(taught[part].to(dtype))
 
         def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
             with torch.no_grad():
@@ -162,8 +146,10 @@ class Align:
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         lm = causal_lm(model)
         original = lm if self.teacher is None else self.teacher
-        if self.teacher is not None:
-            gather_layers(lm)  # whose own forwards, which would do it, don't run
+        if self.teacher is not None:  # the layers' own forwards, in which FSDP2 would gather their weights, don't run
+            for module in lm.modules():
+                if isinstance(module, FSDPModule) and module is not lm:
+                    module.unshard()
         students = [module for _, module in attentions(lm)]
         teachers = [module for _, module in attentions(original)]
         errors: list[torch.Tensor] = []
@@ -206,13 +192,6 @@ def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool, shards: 
             errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]
 
     return hook
-
-
-def gather_layers(model: Any) -> None:
-    """Makes the layers' weights whole where FSDP2 has sharded them; its backward shards them again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module is not model:
-            module.unshard()
 
 
 def recomputed_layers(which: str | int, layers: int) -> range:

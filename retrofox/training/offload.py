@@ -20,18 +20,31 @@ CHUNK = 64 << 20
 """Bytes of a pinned buffer: torch rounds pinned memory up to a power of two, which would waste up to half of it."""
 
 
+class Checkpoint:
+    """A layer's input on the GPU (`tensor`) or in CPU memory (`chunks`), and the one taken before it."""
+
+    def __init__(self, x: torch.Tensor, before: Checkpoint | None):
+        self.tensor: torch.Tensor | None = x.detach().contiguous()
+        self.before = (lambda: None) if before is None else weakref.ref(before)
+        self.like = torch.empty_like(self.tensor, device="meta")
+        self.device = x.device
+        self.chunks: list[torch.Tensor] = []
+        self.copied: Any = None
+
+    def __del__(self) -> None:
+        if self.copied is not None:  # fetched and never asked for: what takes its memory comes after the copy
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+
+    def bytes_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensor's bytes, a part for each chunk."""
+        return tensor.view(-1).view(torch.uint8).split(CHUNK)
+
+
 class Offload:
-    """Runs layers with gradient checkpointing, their checkpoints in CPU memory; one for all layers of a model.
+    """Runs layers with gradient checkpointing, their checkpoints in CPU memory; one for all layers of a model."""
 
-    Attributes:
-        free: pinned buffers that hold no checkpoint now; they are used again and never given back.
-        moved: bytes that went to CPU memory since the start.
-    """
-
-    def __init__(self, chunk: int = CHUNK):
-        self.chunk, self.moved = chunk, 0
-        self.free: list[torch.Tensor] = []
-        self.newest: weakref.ref[Checkpoint] | None = None
+    def __init__(self) -> None:
+        self.newest: Callable[[], Checkpoint | None] = lambda: None
         self.leaving: tuple[torch.Tensor, Any] | None = None
         self.stream: Any = None
 
@@ -45,10 +58,10 @@ class Offload:
         if not x.numel():  # torch's own anchor
             return x
         self._settle()
-        before = self._newest()
+        before = self.newest()
         if before is not None and before.tensor is not None:
             self._copy_out(before)
-        kept = Checkpoint(self, x, self.newest)
+        kept = Checkpoint(x, before)
         self.newest = weakref.ref(kept)
         return kept
 
@@ -59,57 +72,42 @@ class Offload:
         self._settle()
         if kept.tensor is None:
             self._fetch(kept)
-        found, event = kept.tensor, kept.event
+        found = kept.tensor
         assert found is not None
-        if event is not None:
-            torch.cuda.current_stream(found.device).wait_event(event)
+        if kept.copied is not None:
+            torch.cuda.current_stream(kept.device).wait_event(kept.copied)
         if kept.chunks:
-            kept.tensor = kept.event = None  # the graph's own reference is the only one now
-        before = None if kept.before is None else kept.before()
+            kept.tensor = kept.copied = None  # the graph's own reference is the only one now
+        before = kept.before()
         if before is not None and before.tensor is None:
             self._fetch(before)
         return found
 
-    def _newest(self) -> Checkpoint | None:
-        return None if self.newest is None else self.newest()
-
     def _settle(self) -> None:
         """Lets go of the checkpoint on its way out: what computes next waits for the copy, which ended long ago."""
         if self.leaving is not None:
-            tensor, event = self.leaving
-            if event is not None:
-                torch.cuda.current_stream(tensor.device).wait_event(event)
+            tensor, copied = self.leaving
+            if copied is not None:
+                torch.cuda.current_stream(tensor.device).wait_event(copied)
             self.leaving = None
 
     def _copy_out(self, kept: Checkpoint) -> None:
         tensor = kept.tensor
         assert tensor is not None
-        while len(kept.chunks) * self.chunk < kept.bytes:
-            kept.chunks.append(self._buffer(tensor.device))
-        with self._beside(tensor.device) as stream:
-            for chunk, part in self._parts(kept, tensor):
-                chunk.copy_(part, non_blocking=True)
-        self.moved += kept.bytes
+        with self._beside(kept.device) as stream:
+            for part in kept.bytes_of(tensor):
+                # Freed with the checkpoint; torch's allocator of pinned memory gives it to the next one.
+                chunk = torch.empty(part.shape, dtype=torch.uint8, pin_memory=stream is not None)
+                kept.chunks.append(chunk.copy_(part, non_blocking=True))
         self.leaving = (tensor, None if stream is None else stream.record_event())
         kept.tensor = None
 
     def _fetch(self, kept: Checkpoint) -> None:
-        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+        tensor = torch.empty_like(kept.like, device=kept.device)
         with self._beside(kept.device) as stream:
-            for chunk, part in self._parts(kept, tensor):
+            for part, chunk in zip(kept.bytes_of(tensor), kept.chunks, strict=True):
                 part.copy_(chunk, non_blocking=True)
-        kept.tensor, kept.event = tensor, None if stream is None else stream.record_event()
-
-    def _parts(self, kept: Checkpoint, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(buffer, the bytes of the tensor that it holds), both as long as those bytes."""
-        flat = tensor.view(-1).view(torch.uint8)
-        for chunk, part in zip(kept.chunks, flat.split(self.chunk), strict=True):
-            yield chunk[: part.numel()], part
-
-    def _buffer(self, device: torch.device) -> torch.Tensor:
-        if self.free:
-            return self.free.pop()
-        return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        kept.tensor, kept.copied = tensor, None if stream is None else stream.record_event()
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device) -> Iterator[Any]:
@@ -117,34 +115,7 @@ class Offload:
         if device.type != "cuda":
             yield None
             return
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)
+        self.stream = self.stream or torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
             yield self.stream
-
-
-class Checkpoint:
-    """A layer's input on the GPU (`tensor`) or in CPU memory (`chunks`), and the one taken before it."""
-
-    def __init__(self, owner: Offload, x: torch.Tensor, before: weakref.ref[Checkpoint] | None):
-        x = x.detach().contiguous()
-        self.owner, self.tensor, self.before = owner, x, before
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.bytes = x.numel() * x.element_size()
-        self.chunks: list[torch.Tensor] = []
-        self.event: Any = None
-
-    tensor: torch.Tensor | None
-
-    def __del__(self) -> None:
-        # The backward is through with it, or it never came: its buffers serve the next, on the same stream.
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
-        self.owner.free += self.chunks
-
-
-def pin_ahead(nbytes: int) -> None:
-    """Pins that much CPU memory for the buffers to come, so that no step waits for it; torch keeps it once freed."""
-    buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(-(-nbytes // CHUNK))]
-    del buffers

@@ -18,6 +18,7 @@ VISITING = 256 << 20
 """Bytes of parameters whose state is on the GPU at a time (a larger parameter is alone)."""
 
 
+@functools.cache
 def offloaded(optimizer: type[torch.optim.Optimizer]) -> Any:
     """The optimizer class with its state in CPU memory.
 
@@ -29,11 +30,6 @@ def offloaded(optimizer: type[torch.optim.Optimizer]) -> Any:
             f"offload_optimizer moves the state of torch's own optimizers, and {optimizer.__name__} is from "
             f"{optimizer.__module__.split('.')[0]}: set optim: adamw_torch_fused, or offload_optimizer: false"
         )
-    return _with_state_on_cpu(optimizer)
-
-
-@functools.cache
-def _with_state_on_cpu(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(f"{optimizer.__name__}StateOnCpu", (_StateOnCpu, optimizer), {})
 
 
@@ -49,50 +45,47 @@ class _StateOnCpu(torch.optim.Optimizer):
             for group in groups:
                 for some in _together(group["params"]):
                     self.param_groups = [{**group, "params": some}]
-                    for parameter in some:
-                        self._bring(parameter)
+                    homes = [self._bring(parameter) for parameter in some]
                     super().step()
-                    for parameter in some:
-                        self._put_away(parameter)
+                    for parameter, home in zip(some, homes, strict=True):
+                        self._put_away(parameter, home)
         finally:
             self.param_groups = groups
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # whoever reads the state next reads CPU memory
 
-    def _bring(self, parameter: torch.Tensor) -> None:
-        for key, home in self._homes().get(parameter, {}).items():
-            visiting = torch.empty_like(home, device=parameter.device)
-            self.state[parameter][key] = visiting.copy_(home, non_blocking=True)
+    def _bring(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies a parameter's moments to its device; returns the tensors in CPU memory that hold them."""
+        state = self.state.get(parameter, {})
+        home = {key: value for key, value in state.items() if _is_moment(value)}
+        for key, value in home.items():
+            state[key] = torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
+        return home
 
-    def _put_away(self, parameter: torch.Tensor) -> None:
+    def _put_away(self, parameter: torch.Tensor, home: dict[str, torch.Tensor]) -> None:
         state = self.state.get(parameter, {})
         for key, value in state.items():
             if _is_moment(value):
-                state[key] = self._home(parameter, key, value).copy_(value, non_blocking=True)
-
-    def _homes(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """The tensors in CPU memory that hold each parameter's state, by its keys."""
-        return self.__dict__.setdefault("_kept_in", {})
-
-    def _home(self, parameter: torch.Tensor, key: str, like: torch.Tensor) -> torch.Tensor:
-        homes = self._homes().setdefault(parameter, {})
-        if key not in homes:
-            homes[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=parameter.device.type == "cuda")
-        return homes[key]
+                kept = home[key] if key in home else _in_cpu_memory(value, parameter)
+                state[key] = kept.copy_(value, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimizer's, without a moment at which the whole state is on the GPU."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._homes().clear()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             counts_there = group.get("fused") or group.get("capturable")
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(number, {}).items():
                     if _is_moment(value):
-                        value = self._home(parameter, key, value.to(parameter.dtype)).copy_(value)
+                        value = _in_cpu_memory(value.to(parameter.dtype), parameter).copy_(value)
                     elif isinstance(value, torch.Tensor):
                         value = value.to(parameter.device if counts_there else "cpu", copy=True)
                     self.state[parameter][key] = value
+
+
+def _in_cpu_memory(like: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Memory for a moment of a parameter, pinned where that is on a GPU."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=parameter.device.type == "cuda")
 
 
 def _is_moment(value: Any) -> bool:

@@ -30,7 +30,7 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
         adapters: the model has LoRA adapters: pretrained tensors stay frozen, adapters take their layer's role.
 
     Raises:
-        ValueError: a pattern matches nothing, or nothing that is trained; or nothing is left to train.
+        ValueError: a pattern matches nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in stage.trainable or []:
@@ -50,13 +50,6 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
     if not chosen:
         rates = ", ".join(f"{role} {stage.rate(role):g}" for role in ROLES)
         raise ValueError(f"nothing to train: the stage's rates are {rates}, its trainable patterns {stage.trainable}")
-    for pattern in stage.trainable or []:
-        if not any(fnmatch.fnmatch(name, pattern) for name in chosen):
-            roles = sorted({role_of(name) for name in names if fnmatch.fnmatch(name, pattern)})
-            raise ValueError(
-                f"trainable: pattern {pattern!r} trains nothing: it matches {', '.join(roles)}, whose rate is 0"
-                + (", or what adapters leave frozen" if adapters else "")
-            )
     return chosen
 
 
@@ -106,16 +99,6 @@ def schedule(stage: Stage, batch_tokens: int) -> Callable[[int], float]:
         return floor + (1 - floor) * shape
 
     return factor
-
-
-def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: int) -> list[Callable[[int], float]]:
-    """One schedule per optimizer group: gates wait for `gate_delay_tokens`, all else follows `schedule`."""
-    common = schedule(stage, batch_tokens)
-
-    def delayed(step: int) -> float:
-        return common(step) if step * batch_tokens >= stage.gate_delay_tokens else 0.0
-
-    return [delayed if group["role"].startswith("gate") else common for group in groups]
 
 
 def set_rates(optimizer: Any, scheduler: Any, rates: list[float]) -> None:

@@ -1,19 +1,25 @@
-"""OUTPUT belongs to one recipe: the run begun there is resumed, or refused where it is another recipe's."""
+"""A run and its OUTPUT, which belongs to one recipe: what was begun there is resumed, or refused if it is another's."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import yaml
 
-from retrofox.config import ROLES, Recipe, dump, load_recipe, validate
+from retrofox.config import ROLES, Recipe, dump, load_recipe
 from retrofox.data.shards import Manifest
 from retrofox.parallel.settings import readers_of
-from retrofox.planning.steps import accumulation, tokens_per_step
-from retrofox.support.files import write_json, write_whole
+from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
+from retrofox.support.files import missing, remove_empty, write_json, write_whole
+from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment
 from retrofox.training import checkpoint
 from retrofox.version import __version__
@@ -28,6 +34,73 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 """What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""
 
 
+@dataclass
+class Run:
+    """A run under way, with the parts that its stages share.
+
+    Attributes:
+        batch_tokens: tokens per optimizer step on all devices together, of each stage.
+        interruptions: where signals are noted during a stage's loop, which stops for them after a save.
+        source: the checkpoint that training starts from.
+    """
+
+    recipe: Recipe
+    out: Path
+    batch_tokens: list[int]
+    interruptions: Interruptions
+    source: Path = Path()
+    tokens: Any = None
+    tokenizer: Any = None
+    state: Any = None
+
+    def steps(self, number: int) -> int:
+        """Optimizer steps of a stage."""
+        return count_steps(self.recipe.stages[number], self.batch_tokens[number])
+
+    def rows(self, number: int) -> range:
+        """Global rows that a stage reads, behind those that earlier stages of its length have read."""
+        return stage_rows(self.recipe, self.batch_tokens, number)
+
+    def folder(self, number: int) -> Path:
+        """Where a stage keeps its checkpoints."""
+        return stage_folder(self.out, self.recipe, number)
+
+    def original(self, number: int) -> Path:
+        """Where a stage finds the original: what the last adapt stage before it made, else the source."""
+        adapted = [n for n, stage in enumerate(self.recipe.stages[:number]) if stage.objective == "adapt"]
+        return self.folder(adapted[-1]) / "model" if adapted else self.source
+
+    def before(self, number: int) -> Path:
+        """The model a stage starts from."""
+        return self.folder(number - 1) / "model" if number else self.source
+
+
+@contextlib.contextmanager
+def output_lock(out: Path) -> Iterator[None]:
+    """Holds OUTPUT for this process inside a `with` block; the operating system ends the lock with the process.
+
+    Raises:
+        ValueError: another run has it.
+        OSError: OUTPUT can't be written.
+    """
+    made = missing(out)
+    out.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(out / ".lock", timeout=1)  # a run that was just killed gives its lock back by then
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(f"{out} is in use by another run: wait for it, stop it, or choose another `output`") from None
+    except NotImplementedError:
+        print(f"{out} is on a file system without locks: start no second run there", file=sys.stderr)
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is locked: who waits for it makes another
+            lock.release()
+        remove_empty(made)  # of a run that was refused; one that began has files there
+
+
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
@@ -35,34 +108,22 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     path or pattern, say) leaves OUTPUT to the next.
 
     Raises:
-        ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
+        ValueError: OUTPUT holds another run; batch_tokens don't divide among the devices.
     """
-    file, readers = out / "recipe.yaml", readers_of(recipe.parallel, state.num_processes)
-    begun, batches = batches_of(out, recipe) is not None, step_tokens(out, recipe, state)
-    if not begun:
-        checkpoint.check_writable(out, 0)
+    readers = readers_of(recipe.parallel, state.num_processes)
+    before = batches_of(out, recipe)
+    batches = before or [tokens_per_step(stage, readers) for stage in recipe.stages]
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
-        try:
-            accumulation(stage, batch_tokens, readers)
-        except ValueError as error:
-            if not begun:
-                raise
-            raise ValueError(f"{error} (the run in {out} began with {batch_tokens} tokens a step)") from None
+        accumulation(stage, batch_tokens, readers)
     state.wait_for_everyone()
     if state.is_main_process:
-        if not begun:
+        if before is None:
             _discard_conversion(out, recipe)
             (out / "data.json").unlink(missing_ok=True)
         values = {"retrofox": __version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
-        write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
+        write_whole(out / "recipe.yaml", yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
     return batches
-
-
-def step_tokens(out: Path, recipe: Recipe, state: Any) -> list[int]:
-    """Tokens per optimizer step of each stage: as the run in OUTPUT began, else as it would begin now."""
-    readers = readers_of(recipe.parallel, state.num_processes)
-    return batches_of(out, recipe) or [tokens_per_step(stage, readers) for stage in recipe.stages]
 
 
 def stage_folder(out: Path, recipe: Recipe, number: int) -> Path:
@@ -74,68 +135,37 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     """Tokens per optimizer step of each stage of the run begun in OUTPUT; None where none was.
 
     Raises:
-        ValueError: it is another recipe's run, or OUTPUT/recipe.yaml is damaged.
+        ValueError: it is another recipe's run.
     """
     file = out / "recipe.yaml"
     if not file.is_file():
         return None
-    try:
-        kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-        begun_with = validate(kept["recipe"])
-        batches = [int(tokens) for tokens in kept["batch_tokens"]]
-    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{file} is damaged: delete it to continue with the recipe given, or choose another `output` ({error})"
-        ) from error
     if not any(
         path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
     ):
         return None
-    changed = _changes(begun_with, recipe, complete_stages(out, recipe))
+    changed = _changes(load_recipe(file), recipe, complete_stages(out, recipe))
     if changed:
         raise ValueError(
             f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
         )
-    return batches
+    return yaml.safe_load(file.read_text(encoding="utf-8"))["batch_tokens"]
 
 
 def refuse_mingling(recipe: Recipe) -> None:
-    """Raises where a run would write over, or into, files that it did not write; writes nothing itself.
-
-    Raises:
-        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it; OUTPUT has models of no run.
-    """
+    """Raises ValueError where a run would write over, or into, files that it did not write; writes nothing itself."""
     out = Path(recipe.output)
     model, run = Path(recipe.model).resolve(), out.resolve()
-    if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
-        raise ValueError(
-            f"the run would write over its own model, {recipe.model}: choose an `output` that is not {out}"
-        )
-    if model.is_dir() and run.is_relative_to(model):
-        raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
-    theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
-    if theirs and not ours:
-        raise ValueError(f"{theirs[0]} is there, and not of a run: move it away, or choose another `output`")
-
-
-def unmark_damaged(out: Path, recipe: Recipe, state: Any) -> list[str]:
-    """Takes COMPLETE from finished models whose files are not as written, the last first, up to one that is whole.
-
-    Returns:
-        Which, and why. The run then writes them anew from their stages' last checkpoints.
-    """
-    places = [stage_folder(out, recipe, number) / "model" for number in range(len(recipe.stages) - 1)] + [out / "model"]
-    found = []
-    if state.is_main_process:
-        for place in reversed([place for place in places if (place / checkpoint.MARKER).is_file()]):
-            reason = checkpoint.problem(place)
-            if reason is None:
-                break
-            (place / checkpoint.MARKER).unlink()
-            found.append(f"{place}: {reason}: it is written anew")
-    state.wait_for_everyone()
-    return found
+    clash = None
+    if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
+        clash = f"holds {recipe.model}, the model to train, and the run would write over it"
+    elif model.is_dir() and run.is_relative_to(model):
+        clash = f"lies inside the model, {recipe.model}"
+    elif not ours and ((out / "model").exists() or (out / "converted").exists()):
+        clash = "has a model, and not of a run: move it away"
+    if clash is not None:
+        raise ValueError(f"output {out} {clash}, or choose another `output`")
 
 
 def _discard_conversion(out: Path, recipe: Recipe) -> None:
@@ -187,37 +217,19 @@ def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) ->
     Raises:
         ValueError: a source or the tokenizer is not what it was when the run began.
     """
-    now = {
-        "tokenizer": train.tokenizer,
-        "sources": [[s.path, s.fingerprint] for part in (train, held_out) if part for s in part.sources],
-    }
+    parts = [part for part in (train, held_out) if part is not None]
+    now = {"tokenizer": train.tokenizer, "sources": [[s.path, s.fingerprint] for part in parts for s in part.sources]}
     if not file.is_file():
         write_whole(file, json.dumps(now, indent=1).encode() + b"\n")
         return
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        before, sources = kept["tokenizer"], [tuple(pair) for pair in kept["sources"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} is damaged ({error}): delete it if the data did not change since the run began"
-        ) from error
-    changed = [] if before == now["tokenizer"] else ["the tokenizer"]
-    changed += [path for path, fingerprint in now["sources"] if (path, fingerprint) not in sources]
-    if changed or len(sources) != len(now["sources"]):
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    changed = [] if kept["tokenizer"] == now["tokenizer"] else ["the tokenizer"]
+    changed += [source[0] for source in now["sources"] if source not in kept["sources"]]
+    if changed or len(kept["sources"]) != len(now["sources"]):
         raise ValueError(
             f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "
             "another `output`"
         )
-
-
-def complete_result(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
-    """The result of a run that has nothing left to do."""
-    if (out / "result.json").is_file():
-        return json.loads((out / "result.json").read_text(encoding="utf-8"))
-    # killed between the two
-    folders = [*(stage_folder(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
-    reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
-    return write_result(out, reports, sum(report["seconds"] for report in reports), state)
 
 
 def write_result(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:

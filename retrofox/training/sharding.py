@@ -64,7 +64,8 @@ def shards_layers(plugin: Any, model: nn.Module) -> bool:
     Args:
         plugin: accelerate's FullyShardedDataParallelPlugin, before it has seen the model.
     """
-    plain = plugin.auto_wrap_policy is transformer_auto_wrap_policy and not plugin.transformer_cls_names_to_wrap
+    default = plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy)
+    plain = default and not plugin.transformer_cls_names_to_wrap
     own = plugin.activation_checkpointing or plugin.ignored_modules
     packed = any(not parameter.is_floating_point() for parameter in model.parameters())  # 4-bit
     return plain and not own and not packed
@@ -108,21 +109,16 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
         first.set_modules_to_forward_prefetch([following])
 
 
-def shard_stage(model: nn.Module, accelerator: Any) -> Any:
-    """Cuts a stage's model for FSDP2: all of it, or what accelerate, which comes next, would cut wrongly.
-
-    Returns:
-        accelerate's wrap policy, taken from it where nothing is left to cut; `accelerator.state` gets it back later.
-    """
+def shard_stage(model: nn.Module, accelerator: Any) -> None:
+    """Cuts a stage's model for FSDP2: all of it, or what accelerate, which comes next, would cut wrongly."""
     plugin: Any = accelerator.state.fsdp_plugin
     if not shards_layers(plugin, model):
         shard_new_modules(model)
-        return None
+        return
     mesh = getattr(accelerator, "torch_device_mesh", None)
     split: Any = None if mesh is None else accelerator.parallelism_config
     shard(model, plugin, None if mesh is None else mesh[tuple(split.fsdp_dim_names)])
-    policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None
-    return policy
+    plugin.auto_wrap_policy = None  # nothing is left to cut
 
 
 def take_sharded(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:

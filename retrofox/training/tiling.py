@@ -13,13 +13,13 @@ Source: sequence-tiled computation in Arctic Long Sequence Training (arXiv 2506.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from retrofox.anatomy import causal_lm, decoder_layers, inner_model
 
@@ -120,7 +120,7 @@ class Tiled:
         """The forward of all tiles, without a graph."""
         flat, out = x.reshape(1, -1, x.shape[-1]), None
         # Copies of weights that autocast makes here have no graph: its cache must not give them to anyone else.
-        with torch.no_grad(), _autocast(x.device.type, *_autocast_of(x.device.type), cache=False):
+        with torch.no_grad(), torch.autocast(**_autocast_of(x.device.type), cache_enabled=False):
             for tile in self.tiles(flat):
                 y = self.forward(flat[:, tile])
                 if out is None:
@@ -154,7 +154,7 @@ class _OverTiles(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, tiled: Tiled, kept: Any, *trained: torch.Tensor) -> torch.Tensor:
         ctx.tiled, ctx.kept = tiled, kept
         ctx.autocast = _autocast_of(x.device.type)
-        ctx.random = _random_state(x.device)
+        ctx.random = torch.get_rng_state(), *get_device_states(x)  # dropout must drop the same in the backward
         return tiled.whole(x)
 
     @staticmethod
@@ -174,7 +174,10 @@ class _OverTiles(torch.autograd.Function):
         flat, d_out = x.reshape(1, -1, x.shape[-1]), d_out.reshape(1, -1, d_out.shape[-1])
         dx = torch.empty_like(flat) if wants_x else None
         torch.clear_autocast_cache()  # of copies without a graph, in case this thread is under autocast
-        with torch.enable_grad(), _replayed(x.device, ctx.random), _autocast(x.device.type, *ctx.autocast):
+        on_cpu, devices, states = ctx.random
+        with torch.enable_grad(), torch.random.fork_rng(devices), torch.autocast(**ctx.autocast):
+            torch.set_rng_state(on_cpu)
+            set_device_states(devices, states)
             for tile in tiled.tiles(flat):
                 part = flat[:, tile].detach().requires_grad_(wants_x)
                 inputs = [part, *trained] if wants_x else trained
@@ -189,25 +192,9 @@ class _OverTiles(torch.autograd.Function):
         return None if dx is None else dx.view_as(x), None, None, *gradients
 
 
-def _autocast_of(device: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool = True) -> Any:
-    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the next random numbers come from: dropout must drop the same in the backward."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextlib.contextmanager
-def _replayed(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
-    """Inside, random numbers are those that followed `state`."""
-    on_cpu, on_gpu = state
-    with torch.random.fork_rng([] if on_gpu is None else [device]):
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)
-        yield
+def _autocast_of(device: str) -> dict[str, Any]:
+    return {
+        "device_type": device,
+        "dtype": torch.get_autocast_dtype(device),
+        "enabled": torch.is_autocast_enabled(device),
+    }

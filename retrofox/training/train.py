@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from datetime import timedelta
@@ -22,33 +23,28 @@ from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import readers_of, split_of
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
-from retrofox.planning.steps import STATE_BYTES, accumulation
+from retrofox.planning.steps import accumulation
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
 from retrofox.training.arguments import arguments
 from retrofox.training.data import StageData
 from retrofox.training.document_attention import attends_by_document
-from retrofox.training.export import export, export_original
-from retrofox.training.held_out import held_out_loss
-from retrofox.training.lock import output_lock
+from retrofox.training.export import export
 from retrofox.training.log import Clock
 from retrofox.training.model import build_model, resolve_source
 from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.param_groups import role_of, set_trainable
-from retrofox.training.run import Run
 from retrofox.training.run_directory import (
-    batches_of,
+    Run,
     claim_data,
     claim_output,
-    complete_result,
-    refuse_mingling,
-    unmark_damaged,
+    output_lock,
     write_result,
 )
 from retrofox.training.teacher import teacher_for
 from retrofox.training.trainer import FoxTrainer
-from retrofox.training.validate import preflight, refuse_stage, refuse_tokens
+from retrofox.training.validate import preflight, refuse_tokens
 
 PATIENCE = timedelta(hours=2)
 """How long processes wait for the main one, which converts, tokenises and saves: NCCL's own is ten minutes."""
@@ -74,14 +70,10 @@ def train(recipe: Recipe) -> dict[str, Any]:
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
     with interruptions, repeatable(recipe.deterministic):
-        refuse_mingling(recipe)
-        batches_of(out, recipe)
-        for line in unmark_damaged(out, recipe, state):
-            say(state, line)
         if (out / "model" / checkpoint.MARKER).is_file():
             claim_output(out, recipe, state)
             say(state, f"{out / 'model'} is complete: nothing left to do")
-            return complete_result(out, recipe, state)
+            return json.loads((out / "result.json").read_text(encoding="utf-8"))
         for refusal in preflight(recipe, state.num_processes, state.device):
             raise refusal
         with output_lock(out) if state.is_main_process else contextlib.nullcontext():
@@ -102,9 +94,6 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         tokens = prepare_data(recipe.data, tokenizer, progress=state.is_main_process)
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
-    if state.is_main_process:
-        claim_data(out / "data.json", tokens.train, tokens.eval)
-    state.wait_for_everyone()
     with state.main_process_first():
         claim_data(out / "data.json", tokens.train, tokens.eval)
     run = Run(recipe, out, batches, interruptions, source, tokens, tokenizer, state)
@@ -114,7 +103,6 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         finished = run.folder(number) / "model"
         if (finished / checkpoint.MARKER).is_file():
             reports.append(checkpoint.note_of(finished)["report"])
-            _leave_original(run, number)
             say(state, f"stage {number} ({stage.objective}) is complete")
             interruptions.stands = f"stage {number} is complete"
             continue
@@ -127,11 +115,11 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
         with interruptions.held():
+            if last:  # before the model: where that is complete, the result is there
+                result = write_result(out, reports, time.perf_counter() - started, state)
             export(trainer, model, out / "model" if last else finished, tokenizer, note, last)
-            _leave_original(run, number)
             interruptions.stands = f"stage {number} is complete"
             if last:
-                result = write_result(out, reports, time.perf_counter() - started, state)
                 say(state, f"{out / 'model'} is complete")
         interruptions.leave()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -141,21 +129,16 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
 
 
 def _model(run: Run, number: int) -> Any:
-    """The model that a stage starts from, ready for it and those after it.
+    """The model that a stage starts from.
 
     Raises:
-        ValueError: a token of the texts has no embedding; a stage that this very model can't run.
+        ValueError: a token of the texts has no embedding.
     """
     recipe = run.recipe
     model = build_model(recipe, run.before(number), run.state)
     vocabulary = causal_lm(model).config.vocab_size
     for manifest in filter(None, (run.tokens.train, run.tokens.eval)):
         refuse_tokens(manifest, run.tokenizer, vocabulary)
-    for later in range(number, len(recipe.stages)):
-        try:
-            refuse_stage(recipe, recipe.stages[later], model, run.source, run.state.device)
-        except ValueError as error:
-            raise ValueError(f"stages.{later}: {error}") from None
     if recipe.precision != "fp32":
         lower_precision_stream(model, PRECISIONS[recipe.precision])
         fuse_norms(model)
@@ -192,35 +175,21 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     return FoxTrainer(model, settings, run, number, objective, data, clock)
 
 
-def _leave_original(run: Run, number: int) -> None:
-    """Beside what an adapt stage left, the same as an unconverted checkpoint: STAGE/original."""
-    if run.recipe.stages[number].objective == "adapt":
-        if run.state.is_main_process:
-            folder = run.folder(number)
-            export_original(folder / "model", folder / "original", PRECISIONS[run.recipe.precision], run.tokenizer)
-        run.state.wait_for_everyone()
-
-
 def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
     """Trains one stage from its newest good checkpoint; exits with 128 + signal after an interruption."""
     root, steps, state = run.folder(number), run.steps(number), run.state
     good, skipped = checkpoint.newest_good(root)
-    resumed_at = None if good is None else checkpoint.note_of(good)["step"]  # rotation may take it away later
     for reason in skipped:
         say(state, f"passed over {reason}")
+    resumed_at = None
     if good is not None:
-        note = checkpoint.note_of(good)
-        say(
-            state,
-            f"resumed stage {number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
-        )
+        resumed_at, tokens = (checkpoint.note_of(good)[key] for key in ("step", "tokens"))
+        say(state, f"resumed stage {number} at step {resumed_at} of {steps} ({tokens:,} tokens) from {good}")
         run.interruptions.stands = f"{good.name} of stage {number} stands"
-    else:
-        checkpoint.check_writable(root, _checkpoint_bytes(trainer))
     state.wait_for_everyone()
     started = time.perf_counter()
     if good is None:
-        trainer.eval_before = held_out_loss(trainer)
+        trainer.eval_before = trainer.held_out_loss()
     if good is None or resumed_at != steps:
         trainer.train(resume_from_checkpoint=None if good is None else str(good))
     else:
@@ -228,7 +197,7 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
     run.interruptions.stands = f"saved at step {trainer.state.global_step}"
     run.interruptions.leave()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
-    before, after = trainer.eval_before, held_out_loss(trainer)
+    before, after = trainer.eval_before, trainer.held_out_loss()
     if before is not None and after is not None:
         say(state, f"stage {number}: held-out loss {before:.4f} -> {after:.4f}")
     return {
@@ -244,13 +213,3 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }
-
-
-def _checkpoint_bytes(trainer: FoxTrainer) -> int:
-    """Size of one checkpoint: all weights (of an adapter, the trained ones), and two moments of each trained one."""
-    parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
-    saved = [p for p in parameters if p.requires_grad or trainer.run.recipe.lora is None]
-    moments = STATE_BYTES.get(trainer.run.recipe.optim, 8)
-    return sum(p.numel() * p.element_size() for p in saved) + sum(
-        moments * p.numel() for p in parameters if p.requires_grad
-    )

@@ -12,23 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox.anatomy import causal_lm
-from retrofox.config import BudgetedStage
+from retrofox.config import BudgetedStage, Stage
+from retrofox.loading.adapter import WEIGHTS
 from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
 from retrofox.training.callbacks import Anneal, GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
 from retrofox.training.log import Clock, JsonLog, Progress
-from retrofox.training.lora import check_adapter
+from retrofox.training.lora import assert_gates_saved
 from retrofox.training.loss_spike import Guard
+from retrofox.training.objectives import Extend
 from retrofox.training.optimizer_state import offloaded
-from retrofox.training.param_groups import group_schedules, parameter_groups, set_rates
-from retrofox.training.run import Run
+from retrofox.training.param_groups import parameter_groups, schedule, set_rates
+from retrofox.training.run_directory import Run
 from retrofox.training.sharding import shard_stage, sharding_of, step_locally, take_sharded
 
 
@@ -39,7 +42,7 @@ class FoxTrainer(Trainer):
         number: of the stage in the recipe, from 0.
         objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
             forward; returns (loss summed over targets, metrics summed over targets).
-        data: a `StageData`, or what has its `batches`, `state`, `eval_batches`, `held_out` and `mesh`.
+        data: a `StageData`, or what has its `batches`, `held_out` and `mesh`, where nothing is saved.
     """
 
     def __init__(
@@ -55,7 +58,6 @@ class FoxTrainer(Trainer):
         self.history: list[dict[str, float]] = []
         self.live_share: dict[str, float] = {}
         self.eval_before: float | None = None
-        self.wrap_policy: Any = None
         super().__init__(model=model, args=args)
         self.model_accepts_loss_kwargs = True  # the loss is scaled for accumulation: `compute_loss`
         for builtin in (PrinterCallback, ProgressCallback):
@@ -132,7 +134,7 @@ class FoxTrainer(Trainer):
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             if self.is_fsdp_enabled:
-                self.wrap_policy = shard_stage(target, self.accelerator)
+                shard_stage(target, self.accelerator)
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = (offloaded(cls) if self.stage.offload_optimizer else cls)(groups, **options)
@@ -144,13 +146,9 @@ class FoxTrainer(Trainer):
         """The stage's schedule in tokens, one factor per group."""
         if self.is_fsdp_enabled:
             take_sharded(self.optimizer, parameter_groups(self.model, self.stage))  # type: ignore[arg-type]
-            if self.wrap_policy is not None:
-                plugin: Any = self.accelerator.state.fsdp_plugin
-                plugin.auto_wrap_policy = self.wrap_policy  # for the next stage
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)
-            self.lr_scheduler = LambdaLR(target, factors)
+            self.lr_scheduler = LambdaLR(target, schedule(self.stage, self.batch_tokens))
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -170,14 +168,10 @@ class FoxTrainer(Trainer):
             self.live_share = {key: value for key, value in logs.items() if key.startswith("live_")}
             names = ("loss", *getattr(self.objective, "metrics", ()))
             logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
-            due = self.gates.is_due(step, self.state.max_steps)
-            if due:
-                self.window.restart(step)
             self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
-            logged = [entry["step"] for entry in self.history[:-1]]
-            self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due, logged=logged)
+            self.guard.check(logs["loss"], logs.get("grad_norm"), step)
         super().log(logs, start_time)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -195,8 +189,6 @@ class FoxTrainer(Trainer):
             self.resumed_step = note["step"]
             self.guard.mean = note["loss_mean"]
             self.window.restart(self.resumed_step)
-            if "loss_window" in note:  # older checkpoints do not say
-                self.window.restore(note["loss_window"], self.args.process_index, self.args.world_size)
             wanted = self.data.state(self.row(self.resumed_step))
             if note["data"] != wanted:
                 raise ValueError(
@@ -236,9 +228,8 @@ class FoxTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)
-            if self.run.recipe.lora is not None:
-                check_adapter(self.model, directory, self.args.should_save)
-            window = self.window.state(self.accelerator)
+            if self.args.should_save and (directory / WEIGHTS).is_file():
+                assert_gates_saved(directory, self.accelerator.unwrap_model(model))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 checkpoint.commit(
@@ -251,8 +242,6 @@ class FoxTrainer(Trainer):
                         "loss_mean": self.guard.mean,
                         "history": [*self.history[:1], *self.history[1:][-1:]],
                         "eval_before": self.eval_before,
-                        "loss_window": window,
-                        "world_size": self.args.world_size,
                         "sharding": sharding_of(self.accelerator),
                     },
                 )
@@ -277,3 +266,28 @@ class FoxTrainer(Trainer):
         for ours in ("forward", "_original_forward", "_is_accelerate_prepared"):
             model.__dict__.pop(ours, None)
         return model
+
+    def held_out_loss(self) -> float | None:
+        """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded.
+
+        The model's own forward is the objective, so that is another one meanwhile.
+        """
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        later = sharded and self.model_wrapped is self.model and not isinstance(self.model, FSDPModule)
+        if self.data.held_out is None or later:
+            return None
+        model: Any = self.model_wrapped
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        objective = self.objective
+        self.objective = Extend(self.model, Stage.model_construct(cross_entropy="chunked"), self.args.device)
+        model.eval()
+        try:
+            for batch in self.data.eval_batches():
+                with torch.no_grad(), self.accelerator.autocast():
+                    loss, _ = model(**self._prepare_inputs(batch))
+                sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
+        finally:
+            self.objective = objective
+            model.train()
+        total: Any = self.accelerator.reduce(sums, "sum")
+        return float(total[0] / total[1])

@@ -98,10 +98,9 @@ def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico
 
 
 def test_a_budget_presses_each_gate_once(pico_fox, tokens):
-    model = pico_fox(stirred=False, gate="bias", gate_heads="kv", half_life=(100.0, 5000.0)).train()
-    stage = ExtendStage(
-        objective="extend", tokens=960, sequence_length=12, budget=Budget(share=0.6, weight=0.5, spare=[[0, 1]])
-    )
+    spec = {"gate": "bias", "gate_heads": "kv", "half_life": (100.0, 5000.0), "open_heads": [[0, 1]]}
+    model = pico_fox(stirred=False, **spec).train()
+    stage = ExtendStage(objective="extend", tokens=960, sequence_length=12, budget=Budget(share=0.6, weight=0.5))
     pressure = GatePressure(model, stage, 24, 1)
     assert (pressure.weights == 0).tolist() == [[False, True], [False, False]]
     pressure.target = 0.0

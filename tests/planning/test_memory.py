@@ -50,7 +50,7 @@ def test_long_rows(row):
     assert found == pytest.approx(row["peak_memory_gb"], rel=0.1)
 
 
-GPUS = {"alone": ONE, "ddp": Setting(2), "clip": Setting(2, "fsdp2")}
+GPUS = {"alone": ONE, "ddp": Setting(2), "step": Setting(2, "fsdp2"), "clip": Setting(2, "fsdp2")}
 """Variants of benchmarks/fsdp.py that `train` can run; clip is its FSDP2."""
 
 

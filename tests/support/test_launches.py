@@ -11,7 +11,7 @@ import yaml
 
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes, say_once
-from retrofox.training.lock import output_lock
+from retrofox.training.run_directory import output_lock
 
 SAYING = """
 import os, sys, time

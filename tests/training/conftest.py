@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 import yaml
 
 from retrofox.config import Recipe, validate
+from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
 
 RUNNER = """
 import os, signal, sys
@@ -126,3 +131,46 @@ def write_recipe(recipe_values) -> Callable[..., Path]:
         return file
 
     return write
+
+
+@pytest.fixture
+def curve() -> Callable[..., list[tuple]]:
+    """curve(output, *keys) -> (step, loss, gradient norm, keys) of every log line: JSON keeps every bit of a float."""
+
+    def read(output: str | Path, *keys: str) -> list[tuple]:
+        lines = [json.loads(line) for line in (Path(output) / "log.jsonl").read_text().splitlines()]
+        return [tuple(line.get(key) for key in ("step", "loss", "grad_norm", *keys)) for line in lines]
+
+    return read
+
+
+@pytest.fixture
+def weights() -> Callable[[str | Path], bytes]:
+    """weights(output) -> the bytes of the file with the weights, or the adapter, that a run left."""
+
+    def read(output: str | Path) -> bytes:
+        (file,) = (Path(output) / "model").glob("*.safetensors")
+        return file.read_bytes()
+
+    return read
+
+
+@pytest.fixture
+def stop_at(monkeypatch) -> Callable[[Recipe, int], None]:
+    """stop_at(recipe, step): trains until SIGTERM comes at the beginning of the step after `step`, which is saved."""
+
+    def stop(recipe: Recipe, step: int) -> None:
+        plain = FoxTrainer.training_step
+
+        def interrupted(self, *args, **kwargs):
+            if self.state.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FoxTrainer, "training_step", interrupted)
+            with pytest.raises(SystemExit) as stopped:
+                train(recipe)
+        assert stopped.value.code == 128 + signal.SIGTERM
+
+    return stop

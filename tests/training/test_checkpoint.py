@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from retrofox.support.files import write_json
 from retrofox.training import checkpoint
 
 
@@ -98,29 +97,3 @@ def test_rotation_keeps_the_newest_complete_and_whatever_is_newer(tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-6")
     checkpoint.rotate(tmp_path, keep=1)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-12"]
-
-
-def test_a_full_disk_is_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"[GM]B free and a checkpoint takes 1000000000\.0 GB"):
-        checkpoint.check_writable(tmp_path, 10**18)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_directory_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="can't write to"):
-        checkpoint.check_writable(tmp_path / "out", 0)
-
-
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "out").write_text("a file")
-    with pytest.raises(ValueError, match="can't write to"):
-        checkpoint.check_writable(tmp_path / "out", 0)
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "values.json"
-    write_json(file, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(file, {"a": object()})
-    assert json.loads(file.read_text()) == {"a": 1}

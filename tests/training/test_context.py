@@ -34,10 +34,10 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
     return build
 
 
-def log(file: Path) -> list[tuple]:
-    """(step, loss, gradient norm, half-life) of every step."""
-    lines = (Path(load_recipe(file).output) / "log.jsonl").read_text().splitlines()
-    return [(v["step"], v["loss"], v["grad_norm"], v.get("half_life_mean")) for v in map(json.loads, lines)]
+@pytest.fixture
+def log(curve):
+    """log(recipe file) -> (step, loss, gradient norm) of every step."""
+    return lambda file: curve(load_recipe(file).output)
 
 
 def evaluated(file: Path) -> list[float]:
@@ -46,13 +46,20 @@ def evaluated(file: Path) -> list[float]:
     return [report["eval_before"], report["eval_after"]]
 
 
-def same(ours: Path, theirs: Path) -> None:
-    for left, right in zip(log(ours), log(theirs), strict=True):
-        assert left == pytest.approx(right, rel=1e-4)
-    assert evaluated(ours) == pytest.approx(evaluated(theirs), rel=1e-5)
+@pytest.fixture
+def same(log):
+    """same(one, other, rel=1e-4): asserts that two recipes' runs had the same steps."""
+
+    def check(ours: Path, theirs: Path, rel: float = 1e-4) -> None:
+        for left, right in zip(log(ours), log(theirs), strict=True):
+            assert left == pytest.approx(right, rel=rel)
+        for left, right in zip(evaluated(ours), evaluated(theirs), strict=True):
+            assert left is None or left == pytest.approx(right, rel=rel)  # sharded models have none before the stage
+
+    return check
 
 
-def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_recipe):
+def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_recipe, same):
     whole, file = recipe_for("whole"), recipe_for("shared", parallel={"context": 2})
     train(load_recipe(whole))
     killed = run_recipe(file, "SIGKILL", 3, 2, 1)
@@ -63,7 +70,7 @@ def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_re
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_recipe):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_recipe, same, log, weights):
     # 1: keys are gathered; heads that trade are covered above
     parallel = {"context": 2, "ulysses": 1}
     whole, file = (recipe_for(name, parallel=parallel) for name in ("whole", "stopped"))
@@ -77,8 +84,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_reci
     assert "resumed stage 0 at step 4 of 6" in resumed.stderr
     assert "missing keys" not in resumed.stderr  # of tied weights nothing is
     assert log(file) == log(whole)
-    left, right = (Path(load_recipe(f).output) / "model" / "model.safetensors" for f in (whole, file))
-    assert left.read_bytes() == right.read_bytes()
+    assert weights(load_recipe(whole).output) == weights(load_recipe(file).output)
     alone = recipe_for("alone")
     train(load_recipe(alone))
     same(whole, alone)
@@ -86,7 +92,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_reci
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, mode):
+def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, same, mode):
     whole, file = recipe_for("whole"), recipe_for("shared", parallel={"context": 2})
     train(load_recipe(whole))
     stopped = run_recipe(file, "SIGTERM", 3, 4, 1, mode)
@@ -94,25 +100,23 @@ def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run
     again = run_recipe(file, processes=2, mode=mode)  # fewer groups
     assert again.returncode == 0, again.stderr
     assert "resumed stage 0 at step 4 of 6" in again.stderr
-    for left, right in zip(log(file), log(whole), strict=True):  # gates are logged of a process's last rows
-        assert left[:3] == pytest.approx(right[:3], rel=1e-4)
+    same(file, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_an_adapted_original_teaches_over_shared_rows(recipe_for, run_recipe, mode):
+def test_an_adapted_original_teaches_over_shared_rows(recipe_for, run_recipe, same, mode):
     stage = {"tokens": 512, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
     stages = [{**stage, "objective": objective} for objective in ("adapt", "align", "distill")]
     whole, file = recipe_for("whole", stages=stages), recipe_for("shared", stages=stages, parallel={"context": 2})
     train(load_recipe(whole))
     done = run_recipe(file, processes=4, mode=mode)
     assert done.returncode == 0, done.stderr
-    for left, right in zip(log(file), log(whole), strict=True):
-        assert left[:3] == pytest.approx(right[:3], rel=1e-3)
+    same(file, whole, rel=1e-3)
 
 
 @pytest.mark.parametrize(("mode", "context"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
-def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, mode, context):
+def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, same, mode, context):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     (stage,) = yaml.safe_load(whole.read_text())["stages"]
@@ -120,8 +124,7 @@ def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_f
     file = recipe_for("saving", stages=[{**stage, "offload_optimizer": mode == "ddp"}], parallel={"context": context})
     done = run_recipe(file, processes=2, mode=mode)
     assert done.returncode == 0, done.stderr
-    for left, right in zip(log(file), log(whole), strict=True):
-        assert left[:3] == pytest.approx(right[:3], rel=1e-4)
+    same(file, whole)
 
 
 @pytest.mark.parametrize(

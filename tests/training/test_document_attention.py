@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.training.document_attention import set_document_attention
-from retrofox.training.measure import check_here
 from retrofox.training.objectives import hidden_states
 from retrofox.training.train import train
 
@@ -87,18 +84,3 @@ def test_a_control_trains_with_skips_and_says_which_attention_runs(control, caps
     assert "attention: SDPA, one causal call a document" in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(result["model"])
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"attention": "eager"}, r"this llama model's attention is eager: remove max_position \(or `attention:`\)"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "takes its frequencies from the largest position"),
-    ],
-)
-def test_a_control_that_would_learn_other_documents_or_frequencies_is_refused(control, values, told):
-    recipe = control(**values)
-    assert len(check_here(recipe)) == 1
-    with pytest.raises(ValueError, match=told):
-        train(recipe)
-    assert not Path(recipe.output).exists()

@@ -35,17 +35,15 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
     return build
 
 
-def curve(file: Path) -> list[tuple]:
-    """(step, loss, gradient norm) of every step, as logged: JSON keeps every bit of a float."""
-    log = Path(load_recipe(file).output) / "log.jsonl"
-    return [(v["step"], v["loss"], v["grad_norm"]) for v in map(json.loads, log.read_text().splitlines())]
+def out(file: Path) -> Path:
+    return Path(load_recipe(file).output)
 
 
-def test_kills_and_signals_change_no_bit(recipe_for, run_recipe):
+def test_kills_and_signals_change_no_bit(recipe_for, run_recipe, curve, weights):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     file = recipe_for("killed")
-    stage = Path(load_recipe(file).output) / "stage-0-extend"
+    stage = out(file) / "stage-0-extend"
 
     killed = run_recipe(file, "kill-save", 4)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -66,12 +64,11 @@ def test_kills_and_signals_change_no_bit(recipe_for, run_recipe):
     assert run_recipe(file, "SIGKILL", 6).returncode == -signal.SIGKILL
     result = train(load_recipe(file))
     assert result["stages"][0]["resumed_at"] == 6
-    assert curve(file) == curve(whole)
-    left, right = (Path(load_recipe(f).output) / "model" / "model.safetensors" for f in (whole, file))
-    assert left.read_bytes() == right.read_bytes()
+    assert curve(out(file)) == curve(out(whole))
+    assert weights(out(whole)) == weights(out(file))
 
 
-def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(recipe_for, run_recipe):
+def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(recipe_for, run_recipe, curve):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     file = recipe_for("two")
@@ -84,10 +81,10 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     result = train(load_recipe(file))  # one process goes on where two stopped
     assert result["stages"][0]["resumed_at"] == 6
     # Two summands commute, so even one process and two agree to the last bit here.
-    assert curve(file) == curve(whole)
+    assert curve(out(file)) == curve(out(whole))
 
 
-def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe):
+def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe, curve):
     common = {"sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
     stages = [
         {"objective": "align", "tokens": 256, **common, "rates": {"attention": 1e-3}},  # beside a second model
@@ -98,31 +95,30 @@ def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe
     file = recipe_for("sharded", stages=stages)
     sharded = run_recipe(file, processes=2, mode="fsdp")
     assert sharded.returncode == 0, sharded.stderr
-    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+    for ours, theirs in zip(curve(out(file)), curve(out(whole)), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    out = Path(load_recipe(file).output)
-    left, right = (load_file(place / "model" / "model.safetensors") for place in (whole.with_suffix(""), out))
+    left, right = (load_file(place / "model" / "model.safetensors") for place in (out(whole), out(file)))
     assert left.keys() == right.keys()  # tied embeddings are written once
-    (out / "model" / checkpoint.MARKER).unlink()
+    (out(file) / "model" / checkpoint.MARKER).unlink()
     with pytest.raises(ValueError, match=r"was saved with FSDP \(SHARDED_STATE_DICT\), this run has no sharding"):
         train(load_recipe(file))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_adapters_in_two_processes_equal_those_in_one(recipe_for, run_recipe):
+def test_adapters_in_two_processes_equal_those_in_one(recipe_for, run_recipe, curve):
     """Both begin with the same random numbers; sharded gates are gathered for the file and for the look into it."""
     stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
     values = {"stages": [stage], "lora": {"rank": 2}, "checkpoint": {"every_steps": 1}}
     whole = recipe_for("whole", **values)
     train(load_recipe(whole))
-    left = load_file(Path(load_recipe(whole).output) / "model" / "adapter_model.safetensors")
+    left = load_file(out(whole) / "model" / "adapter_model.safetensors")
     for mode in ("ddp", "fsdp"):
         file = recipe_for(mode, **values)
         found = run_recipe(file, processes=2, mode=mode)
         assert found.returncode == 0, found.stderr
-        for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        for ours, theirs in zip(curve(out(file)), curve(out(whole)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-        right = load_file(Path(load_recipe(file).output) / "model" / "adapter_model.safetensors")
+        right = load_file(out(file) / "model" / "adapter_model.safetensors")
         assert left.keys() == right.keys()
         assert sum("forget_gate" in name for name in right) == 4
         for name, value in right.items():
@@ -130,7 +126,7 @@ def test_adapters_in_two_processes_equal_those_in_one(recipe_for, run_recipe):
 
 
 @pytest.mark.slow
-def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for, run_recipe):
+def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for, run_recipe, curve):
     common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
     stages = [
         {"objective": "align", **common},
@@ -144,11 +140,11 @@ def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for, 
     resumed = run_recipe(file, processes=2, mode="fsdp")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed stage 2 at step 2 of 4" in resumed.stderr
-    assert curve(file) == curve(whole)
+    assert curve(out(file)) == curve(out(whole))
 
 
 @pytest.mark.slow
-def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for, run_recipe):
+def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for, run_recipe, curve):
     stage = {"objective": "extend", "tokens": 2048, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
     whole = recipe_for("whole", stages=[stage])
     train(load_recipe(whole))
@@ -158,7 +154,7 @@ def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for, run_recipe):
     two = run_recipe(file, processes=2, mode="fsdp")
     assert two.returncode == 0, two.stderr
     assert "resumed stage 0 at step 4 of 8" in two.stderr
-    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+    for ours, theirs in zip(curve(out(file)), curve(out(whole)), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
@@ -184,7 +180,7 @@ def test_zero3_keeps_gates_float32_or_refuses(recipe_for, tmp_path, mixed_precis
         assert "16-bit engines round the forget gates" in found.stderr + found.stdout
         return
     assert found.returncode == 0, found.stderr
-    model = Path(load_recipe(file).output) / "model" / "model.safetensors"
+    model = out(file) / "model" / "model.safetensors"
     gates = {name: value for name, value in load_file(model).items() if "forget_gate" in name}
     assert len(gates) == 4
     for value in gates.values():

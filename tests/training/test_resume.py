@@ -39,11 +39,26 @@ def run(recipe: Path, *changes: str) -> dict:
     return train(load_recipe(recipe, list(changes)))
 
 
-def weights(out: Path) -> bytes:
-    return (out / "model" / "model.safetensors").read_bytes()
+@pytest.mark.parametrize(
+    "change", ["budget={share: 0.1, length: 1Ki, weight: 1.0}", "max_position=4096", "objective=distill"]
+)
+def test_an_interrupted_stage_ends_with_the_bits_of_an_uninterrupted_one(
+    recipe, tmp_path, change, stop_at, curve, weights
+):
+    """Parts of training with a state, or random numbers, of their own; kills and other stages are tested elsewhere."""
+    changes = [f"stages.1.{change}", "stages.1.rates={attention: 0, rest: 0}"]
+    whole = run(recipe, *changes, f"output={tmp_path / 'whole'}")["stages"][1]
+    loaded = load_recipe(recipe, changes)
+    stop_at(loaded, 2)  # of the first stage
+    stop_at(loaded, 2)  # of the second
+    resumed = train(loaded)["stages"][1]
+    assert resumed["resumed_at"] == 3
+    assert (resumed["loss_first"], resumed["loss_last"]) == (whole["loss_first"], whole["loss_last"])
+    assert curve(tmp_path / "run", "kl") == curve(tmp_path / "whole", "kl")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
-def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recipe, tmp_path, monkeypatch):
+def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recipe, tmp_path, monkeypatch, weights):
     run(recipe, f"output={tmp_path / 'whole'}")
 
     def full(*arguments, **options):
@@ -75,13 +90,11 @@ def test_data_changed_between_stages_is_refused(recipe, tmp_path):
     run(recipe, f"data.cache={tmp_path / 'elsewhere'}")
 
 
-def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again(recipe, tmp_path):
+def test_the_recipe_that_a_run_keeps_is_a_recipe(recipe, tmp_path):
     result = run(recipe)
-    (tmp_path / "run" / "result.json").unlink()
-    again = run(recipe)
-    assert again["stages"] == result["stages"]
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == again
-    assert again["environment"]["versions"]["retrofox"] == again["version"]
+    kept = tmp_path / "run" / "recipe.yaml"
+    assert load_recipe(kept) == load_recipe(recipe)
+    assert run(kept) == result
 
 
 @pytest.mark.parametrize("left", ["checkpoint-2", "checkpoint-4"])
@@ -98,7 +111,7 @@ def test_a_resumed_stage_reports_its_losses_from_the_start(recipe, tmp_path, cap
     assert [resumed[key] for key in REPORTED] == [whole[key] for key in REPORTED]
 
 
-def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_path):
+def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_path, weights):
     run(recipe)
     before, root = weights(tmp_path / "run"), tmp_path / "run" / "stage-1-extend"
     shutil.rmtree(tmp_path / "run" / "model")
@@ -108,14 +121,6 @@ def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_p
     assert run(recipe)["stages"][1]["resumed_at"] == 2
     assert [checkpoint.problem(path) for path in checkpoint.checkpoints(root)] == [None] * 4
     assert weights(tmp_path / "run") == before
-
-
-@pytest.mark.parametrize("damage", [b"", b"\xff", b"[]", b"a: [", b"recipe: {}"])
-def test_a_damaged_copy_of_the_recipe_is_named(recipe, tmp_path, damage):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_bytes(damage)
-    with pytest.raises(ValueError, match=r"recipe\.yaml is damaged: delete it"):
-        run(recipe)
 
 
 def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
@@ -152,22 +157,13 @@ def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
     assert "signal 15: saved at step 2" in said
 
 
-def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_began_with(recipe, tmp_path):
-    loaded = load_recipe(recipe, ["stages.0.batch_tokens=null", "stages.1.batch_tokens=null"])
-    one = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
-    assert claim_output(tmp_path / "run", loaded, one) == [64, 64]
-    (tmp_path / "run" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
-    two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
-    with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
-        claim_output(tmp_path / "run", loaded, two)
-
-
 def test_a_run_begun_before_some_fields_were_there_goes_on_and_their_values_still_count(recipe, tmp_path):
     alone: Any = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
     out = tmp_path / "run"
     loaded = load_recipe(recipe, ["fox={preset: fox-stretch, half_life: [2, 200]}"])
+    (out / "stage-0-extend").mkdir(parents=True)
     batches = claim_output(out, loaded, alone)
-    (out / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    (out / "stage-0-extend" / "checkpoint-1").mkdir()
     kept = yaml.safe_load((out / "recipe.yaml").read_text())
     for section, fields in (
         (kept["recipe"]["fox"], ("open_heads", "gate_heads", "horizon", "layer_pairs")),
@@ -193,18 +189,6 @@ def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(
         pico_llama(rope_theta=theta).save_pretrained(tmp_path / name)
         pico_tokenizer.save_pretrained(tmp_path / name)
     fox = "fox={half_life: [2, 200]}"
-    with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
-        run(recipe, f"model={tmp_path / 'nowhere'}")
-    with pytest.raises(FileNotFoundError, match="no data at"):
-        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.train=[{tmp_path / 'nowhere.txt'}]")
-    with pytest.raises(FileNotFoundError, match="no data at"):
-        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.eval=[{tmp_path / 'nowhere.txt'}]")
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "torn.jsonl").write_text('{"text": "the fox')
-    torn = f"data.train=[{tmp_path / 'torn.jsonl'}]"
-    with pytest.raises(ValueError, match=r"torn\.jsonl"):
-        run(recipe, f"model={tmp_path / 'base'}", fox, torn)
-    assert not (tmp_path / "run").exists()
     monkeypatch.setattr("retrofox.training.train.claim_data", lambda *_: next(iter(())))  # stops behind the conversion
     made = set()
     for seed in (0, 1):

@@ -25,7 +25,6 @@ from retrofox.training.loss_spike import Diverged, Guard
 from retrofox.training.measure import check_here
 from retrofox.training.model_tweaks import fuse_norms, recompute
 from retrofox.training.param_groups import (
-    group_schedules,
     parameter_groups,
     role_of,
     schedule,
@@ -67,7 +66,7 @@ def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
     log = lines(recipe)
     assert [line["step"] for line in log] == [1, 2, 3, 4]
     wanted = {"loss", "tokens", "tokens_per_second", "memory_gb", "eta_seconds", "grad_norm", "half_life_mean"}
-    wanted |= {"half_life_p10", "half_life_p50", "half_life_p90", "gates_saturated", "gates_dead"}
+    wanted |= {"half_life_p10", "half_life_p50", "half_life_p90", "gates_dead"}
     assert wanted <= set(log[0])
     assert "tok/s" in capsys.readouterr().err
     stage = result["stages"][0]
@@ -92,7 +91,7 @@ def test_three_stages_move_what_they_should(make_recipe):
     recipe = make_recipe(
         stages=[
             {"objective": "align", **common},
-            {"objective": "distill", **common, "teacher": "copy", "ce_weight": 0.5, "gradient_checkpointing": 2},
+            {"objective": "distill", **common, "ce_weight": 0.5, "gradient_checkpointing": 2},
             {"objective": "extend", **common, "rates": {"attention": 0, "rest": 0}, "schedule": "wsd"},
         ]
     )
@@ -112,20 +111,6 @@ def test_three_stages_move_what_they_should(make_recipe):
     assert [line["stage"] for line in lines(recipe)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_unconverted_models_are_converted_first_and_annealed(make_recipe, pico_checkpoint, tmp_path):
-    fox = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 256, "half_life": [2, 200]}
-    recipe = make_recipe(model=str(pico_checkpoint), fox=fox)
-    result = train(recipe)
-    model = retrofox.load(result["model"])
-    assert model.config.fox["annealed_tokens"] == 256
-    halfway = tmp_path / "run" / "stage-0-extend" / "checkpoint-3" / "config.json"
-    assert (tmp_path / "run" / "converted" / "config.json").is_file()
-    assert json.loads(halfway.read_text())["fox"]["annealed_tokens"] == 256
-    converted = make_recipe(model=str(tmp_path / "run" / "converted"), fox=fox, output=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"fox is for unconverted models, and .* is converted: remove it"):
-        train(converted)
-
-
 def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
     recipe = make_recipe(model=str(pico_checkpoint), precision="bf16", optim="sgd")
     result = train(recipe)
@@ -133,9 +118,6 @@ def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
     assert config["model_type"] == "llama"
     assert config["dtype"] == "bfloat16"
     assert all(math.isfinite(line["loss"]) for line in lines(recipe))
-    align = [{"objective": "align", "tokens": 128, "sequence_length": 64}]
-    with pytest.raises(ValueError, match="give `fox:`"):
-        train(make_recipe(model=str(pico_checkpoint), stages=align, output=recipe.output + "2"))
 
 
 @pytest.mark.parametrize("objective", ["extend", "distill", "align"])
@@ -182,7 +164,7 @@ def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
 
     with pytest.raises(Diverged, match="There is no checkpoint yet: run again after lowering learning_rate"):
         train(make_recipe(stages=[{**wild, "spike_factor": 1e-9}], log={"every": 1}, checkpoint={"every_steps": 9}))
-    with pytest.raises(Diverged, match=r"checkpoint-1 stands \(.* delete it to go back to the start"):
+    with pytest.raises(Diverged, match=r"checkpoint-1 stands \(delete it if"):
         train(recipe(wild))
     assert checkpoint.problem(first) is None
     for refused in ({**tame, "rates": {"attention": 0}}, {**tame, "betas": [0.5, 0.5]}):
@@ -205,7 +187,6 @@ def test_guard_lets_ordinary_losses_pass(tmp_path):
     assert guard.mean is not None
     assert guard.mean == pytest.approx(0.9 * (0.9 * (0.9 * 4.0 + 0.1 * 3.8) + 0.1 * 5.0) + 0.1 * 3.7)
     limit = 3.0 * guard.mean + 1.0
-    guard.check(limit - 0.01, 1.0, 5, keep=False)
     with pytest.raises(Diverged, match="jumped"):
         guard.check(limit + 0.01, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
@@ -256,16 +237,17 @@ def test_a_model_that_cannot_be_written_leaves_the_checkpoint_to_write_it_from(m
 
 
 def test_roles_and_groups(pico_fox):
-    model = pico_fox()
-    stage = make_stage(learning_rate=1e-4, rates={"rest": 1e-5})
+    model = pico_fox(pro="all")
+    stage = make_stage(learning_rate=1e-4, rates={"rest": 1e-5, "pro": 3e-4})
     assert role_of("base_model.model.model.layers.0.self_attn.forget_gate.modules_to_save.default.bias") == "gate_bias"
     set_trainable(model, stage)
     groups = parameter_groups(model, stage)
-    assert [group["role"] for group in groups] == ["gate_bias", "gate_weight", "attention", "rest", "rest"]
-    assert [group["lr"] for group in groups] == [5e-4, 5e-4, 1e-4, 1e-5, 1e-5]
-    assert [group["weight_decay"] for group in groups] == [0, 0, 0.1, 0, 0.1]
+    roles = ["gate_bias", "gate_weight", "pro", "pro", "attention", "rest", "rest"]
+    assert [group["role"] for group in groups] == roles
+    assert [group["lr"] for group in groups] == [5e-4, 5e-4, 3e-4, 3e-4, 1e-4, 1e-5, 1e-5]
+    assert [group["weight_decay"] for group in groups] == [0, 0, 0, 0.1, 0.1, 0, 0.1]
     decayed = parameter_groups(model, make_stage(weight_decay=0.2, gate_weight_decay=0.3))
-    assert [group["weight_decay"] for group in decayed] == [0, 0.3, 0.2, 0, 0.2]
+    assert [group["weight_decay"] for group in decayed] == [0, 0.3, 0, 0.2, 0.2, 0, 0.2]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
     only = set_trainable(model, make_stage(trainable=["*.q_proj.weight"]))
     assert len(only) == 2
@@ -273,9 +255,6 @@ def test_roles_and_groups(pico_fox):
         set_trainable(model, make_stage(trainable=["*.qq_proj.*"]))
     with pytest.raises(ValueError, match="nothing to train"):
         set_trainable(model, make_stage(learning_rate=0.0))
-    some = {"rates": {"attention": 0}, "trainable": ["*.mlp.*", "*.q_proj.weight"]}
-    with pytest.raises(ValueError, match=r"'\*\.q_proj\.weight' trains nothing: it matches attention, whose rate is 0"):
-        set_trainable(model, make_stage(**some))
 
 
 def test_schedules_in_tokens():
@@ -288,10 +267,6 @@ def test_schedules_in_tokens():
     assert factors([0, 1, 3], schedule="constant", warmup_tokens=400) == [0.25, 0.5, 1.0]
     assert factors([0, 7, 8, 9], schedule="wsd", decay_tokens=200) == [1.0, 1.0, 1.0, 0.5]
     assert factors([7, 8, 9], schedule="wsd", warmup_tokens=900) == [0.8889, 1.0, 1.0]  # nothing left but the decay
-    delayed = make_stage(tokens=1000, schedule="constant", gate_delay_tokens=200)
-    gate, other = group_schedules([{"role": "gate_bias"}, {"role": "rest"}], delayed, 100)
-    assert [gate(step) for step in (0, 1, 2)] == [0.0, 0.0, 1.0]
-    assert other(0) == 1.0
     assert count_steps(make_stage(tokens=1001), 100) == 11
     assert accumulation(make_stage(micro_batch=2), 200, 5) == 2
     with pytest.raises(ValueError, match="nearest: 200 or 300"):
@@ -323,32 +298,20 @@ def test_recomputation_changes_nothing(pico_fox):
 
 
 def test_half_life_statistics():
-    log_f = torch.tensor([-math.log(2) / 8, -math.log(2) / 128, -1e-9])
-    found = half_life_statistics(log_f, torch.tensor([0.0, 0.5, 1.0]), 1000)
+    found = half_life_statistics(torch.tensor([-math.log(2) / 8, -math.log(2) / 128, -1e-9]), 1000)
     assert found["half_life_p50"] == pytest.approx(128, rel=1e-5)
-    assert found["gates_saturated"] == pytest.approx(1 / 3)
     assert found["gates_dead"] == pytest.approx(1 / 3)
     decays = torch.tensor([-5e-5])  # a head is dead by what it decays over a row
-    assert [half_life_statistics(decays, torch.zeros(1), length)["gates_dead"] for length in (1, 1000)] == [1.0, 0.0]
+    assert [half_life_statistics(decays, length)["gates_dead"] for length in (1, 1000)] == [1.0, 0.0]
     line = log_line({"loss": 3.0, "eta_seconds": 3661.0, **found}, 1, 2)
-    assert line.endswith("gates that never forget: 33% | gates that hardly learn: 33% | 1:01:01 left")
+    assert line.endswith("gates that never forget: 33% | 1:01:01 left")
 
 
-def test_json_log_survives_what_a_power_cut_left_of_it(tmp_path):
+def test_json_log_drops_what_will_be_run_again_and_what_a_power_cut_tore(tmp_path):
     file = tmp_path / "log.jsonl"
-    file.write_bytes(b'\xff\xfe garbage}\n[]\n{"stage": 0, "step": 1}\n\0\0\0}\n{"stage": 0}\n')
-    JsonLog(file, 0, 2).write({"step": 3})
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3]
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(ValueError, match=r"could not write .*log\.jsonl: .*the same command again"):
-        JsonLog(tmp_path / "log.jsonl" / "absent" / "log.jsonl", 0, 0)
-
-
-def test_json_log_drops_what_will_be_run_again(tmp_path):
-    file = tmp_path / "log.jsonl"
-    log = JsonLog(file, 0, 0)
-    for step in (1, 2, 3):
+    file.write_bytes(b'\xff\xfe garbage}\n[]\n{"stage": 0, "step": 1}\n{"stage": 0}\n')
+    log = JsonLog(file, 0, 1)
+    for step in (2, 3):
         log.write({"step": step})
     with open(file, "a") as torn:
         torn.write('{"stage": 0, "st')
@@ -358,15 +321,6 @@ def test_json_log_drops_what_will_be_run_again(tmp_path):
         {"stage": 0, "step": 2},
         {"stage": 0, "step": 3, "again": True},
     ]
-
-
-def test_optimizers_with_groups_of_their_own_are_refused(make_recipe):
-    with pytest.raises(ValueError, match="not a valid OptimizerNames"):
-        train(make_recipe(optim="adamww"))
-    for name in ("galore_adamw", "apollo_adamw"):
-        with pytest.raises(ValueError, match=f"optim: {name} "):
-            train(make_recipe(optim=name))
-        assert any(name in text for text in check_here(make_recipe(optim=name)))
 
 
 def test_deterministic_reaches_the_operator(make_recipe, monkeypatch):
@@ -399,13 +353,3 @@ def test_the_recipe_says_what_products_run_in_whatever_accelerate_was_told(make_
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if precision == "fp32" else "no")
     train(make_recipe(precision=precision))
     assert seen == {"no" if precision == "fp32" else "bf16"}
-
-
-def test_pro_parts_are_a_group_of_their_own(pico_fox):
-    model = pico_fox(pro="all")
-    stage = make_stage(learning_rate=1e-4, rates={"pro": 3e-4, "attention": 0, "rest": 0})
-    names = set_trainable(model, stage)
-    assert {role_of(name) for name in names} == {"gate_bias", "gate_weight", "pro"}
-    pro = [group for group in parameter_groups(model, stage) if group["role"] == "pro"]
-    assert {group["lr"] for group in pro} == {3e-4}
-    assert sum(len(group["params"]) for group in pro) == sum(role_of(name) == "pro" for name in names)

@@ -80,23 +80,6 @@ def documents(batch) -> list[torch.Tensor]:
     return list(batch["input_ids"][0].tensor_split(starts[1:]))
 
 
-def test_sft_with_adapters_trains_gates_that_are_saved(pico_fox_checkpoint, pico_tokenizer, settings):
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
-
-    rows = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["forget_gate"])
-    losses(
-        SFTTrainer(
-            retrofox.load(pico_fox_checkpoint),
-            settings(SFTConfig, max_length=64),
-            train_dataset=rows,
-            processing_class=pico_tokenizer,
-            peft_config=lora,
-        )
-    )
-
-
 def test_dpo_loads_its_reference_by_the_models_path(pico_fox_checkpoint, pico_tokenizer, settings):
     from trl import DPOConfig, DPOTrainer
 
