@@ -9,10 +9,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrofox.model.configuration_fox import SUPPORTED
 
+OWN_GATES = ("forgetting_transformer-project_fox", "forgetting_transformer")
+"""Model types that come with forget gates: of the FoX authors' repository, and of fla."""
+
 
 def check_supported(config: Any) -> None:
     """Raises ValueError, listing the supported families, for a config (object or dict) of another one."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
+    if model_type in OWN_GATES:
+        raise ValueError(f"{model_type} models have forget gates already: `retrofox convert MODEL OUT`, then use OUT")
     if model_type not in SUPPORTED:
         raise ValueError(f"model_type {model_type!r} is not supported; families known: {', '.join(SUPPORTED)}")
 

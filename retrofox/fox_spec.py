@@ -26,6 +26,8 @@ ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
 GATE_KINDS = ("data", "bias", "fixed", "none")
 GATE_INITS = ("open", "slopes", "measured", "alibi")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
+OFFICIAL = "official"
+"""Beside Pro parts: QK-norm and shifts to the last digit as the authors' code computes them."""
 
 ROPE_FACTOR = 8.0
 """Times the trained length to which rope "interpolate" stretches the slowest pairs."""
@@ -90,7 +92,8 @@ class FoxSpec(FoxFields):
             spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
             in a text.
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
-        pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
+        pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift". As in
+            the authors' code, "official" makes QK-norm's eps 1e-5 and shifts a document's first token towards 0.
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
         horizon: nats, above 0: a key counts for a query only while c_i - c_j > -horizon; beyond, it is masked, in
             training and generation alike. Sink tokens and a query's own key always count. None = none is masked.
@@ -120,7 +123,7 @@ class FoxSpec(FoxFields):
         one_of("gate", self.gate, GATE_KINDS)
         one_of("gate_heads", self.gate_heads, ("query", "kv"))
         one_of("init", self.init, GATE_INITS)
-        self.pro = parts_of(self.pro, PRO_PARTS)
+        self.pro = parts_of(self.pro, PRO_PARTS, OFFICIAL)
         self.layer_max_wavelength = wavelengths_of(self.layer_max_wavelength)
         self.layer_pairs = pairs_of(self.layer_pairs)
         self.open_heads = open_heads_of(self.open_heads, self.init == "measured")

@@ -46,13 +46,13 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}{hint}")
 
 
-def parts_of(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of Pro parts, each once, of a list, or of text: names between commas, "all" or "none"."""
+def parts_of(value: Any, known: tuple[str, ...], *more: str) -> tuple[str, ...]:
+    """Names of Pro parts, each once, of a list, or of text: names between commas, "all" (without `more`) or "none"."""
     if value in ("all", "none"):
         return known if value == "all" else ()
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else (value,)
     for part in parts:
-        one_of("pro", part, known)
+        one_of("pro", part, (*known, *more))
     return tuple(dict.fromkeys(parts))
 
 

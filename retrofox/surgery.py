@@ -57,6 +57,7 @@ class Plan:
             "measured" each layer has an order of its own.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
         settings_replaced: values of the base's config that the conversion changes.
+        own_gates: the model_type of a checkpoint that came with gates, which are renamed and not added.
     """
 
     model_type: str
@@ -73,6 +74,7 @@ class Plan:
     base_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     settings_replaced: dict[str, Any] = field(default_factory=dict)
+    own_gates: str | None = None
 
     @property
     def parameters(self) -> int:

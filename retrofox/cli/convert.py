@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
     revision: Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")] = None,
+    to: Annotated[
+        Literal["fla"] | None,
+        typer.Option(help="fla: write a converted SOURCE as flash-linear-attention's ForgettingTransformer."),
+    ] = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run the code beside a tokenizer that needs it, naming it."),
@@ -41,9 +45,21 @@ def convert(
     Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
     with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
 
+    A checkpoint that came with forget gates, of the FoX authors' repository or of flash-linear-attention, is renamed,
+    with the same logits. `--to fla` goes the other way.
+
     `--horizon 16` is short for `fox.horizon=16`, and so for every field of the retrofit.
     """
     spec = spec_of(changes or [], fox)
+    if to is not None:
+        if changes or fox or texts or link or no_verify or dry_run:
+            raise ValueError(f"--to {to} writes a converted model as it is: of options it takes --revision and --json")
+        with Interruptions("nothing was written"):
+            from retrofox.conversion.own_gates import write_for_fla
+
+            written = write_for_fla(there(source), out, revision)
+        print(json.dumps(written, indent=2) if as_json else f"{out}: {written['tensors']} tensors for {to}")
+        return
     from retrofox.loading.source import check_out
 
     check_out(there(source), out)

@@ -16,16 +16,18 @@ from retrofox.conversion.card import card
 from retrofox.conversion.directory import write_directory
 from retrofox.conversion.licence import licence_of
 from retrofox.conversion.measured import measured_values
+from retrofox.conversion.own_gates import plan_of_own_gates, write_own_gates
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.data.windows import require_files
+from retrofox.families import OWN_GATES
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.texts import Text
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
-from retrofox.loading.source import check_live, check_out, fetch, recorded
+from retrofox.loading.source import check_live, check_out, fetch, read_config, recorded
 from retrofox.loading.tokenizers import refuse_damaged_tokenizer, tokenizer_of_live
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
@@ -43,6 +45,9 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
         return make_plan(source.config, spec, base=recorded(source.config._name_or_path) or None)
     if str(source).endswith(".gguf"):
         return make_plan(any_config(source), spec, base=recorded(source))
+    values = read_config(source, revision)
+    if values.get("model_type") in OWN_GATES:
+        return plan_of_own_gates(values, spec, recorded(source), revision)
     return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
 
 
@@ -64,7 +69,7 @@ def preview(
     check_options(spec, link, texts, _has_files(source))
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
-    if Path(source).is_dir():
+    if Path(source).is_dir() and plan.own_gates is None:
         refuse_damaged_tokenizer(source)
         found = shards.find(Path(source))
         if not found.pickled:
@@ -140,7 +145,9 @@ def write(
         }
         if start is not None:
             report["start"] = asdict(start)
-        if verify:
+        if plan.own_gates is not None:
+            report["parity"] = "none: the gates were trained with the model, which has no form without them"
+        elif verify:
             report["parity"] = prove(job.place, partial)
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card(plan, report, licence_of(job.place)), encoding="utf-8")
@@ -214,6 +221,10 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
     plan.config.fox["base_revision"] = plan.spec.base_revision
     refuse_damaged_tokenizer(directory)
     found = shards.find(directory)
+    if plan.own_gates is not None:
+        if link:
+            raise ValueError(f"the tensors of a {plan.own_gates} are renamed, so --link can't share its files: drop it")
+        return _Job(plan, directory, lambda partial, _: write_own_gates(directory, found, plan, partial))
     if not found.pickled:
         check_weights(directory, found.tensors, plan)
 

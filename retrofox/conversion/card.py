@@ -33,7 +33,7 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
     fewest, most = min(plan.kept_pairs, default=0), max(plan.kept_pairs, default=0)
     kept = f"{most}" if fewest == most else f"{fewest}-{most}"
     tokens = plan.half_lives
-    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else ""
+    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "as they were trained"
     if plan.spec.init == "open":
         start = "open at first (no decay)"
     rows = {
@@ -47,7 +47,8 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
             "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
             "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
         }
-    return _card(plan.spec, "Converted, not yet adapted.", plan.exempt_tokens, rows, plan.model_type, licence or {})
+    state = "Converted, not yet adapted." if plan.own_gates is None else "Its gates were trained with it."
+    return _card(plan.spec, state, plan.exempt_tokens, rows, plan.model_type, licence or {})
 
 
 def _turning(spec: FoxSpec) -> str:

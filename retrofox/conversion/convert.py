@@ -60,6 +60,8 @@ def convert(
             "lack: load it on one device, or convert its directory and load that"
         )
     plan = plan_for(source, spec, revision)
+    if plan.own_gates is not None:
+        raise ValueError(f"{source} has forget gates of its own: convert it into a directory (give OUT) and load that")
     base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
     model = apply(base, plan)
     if is_measured(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]

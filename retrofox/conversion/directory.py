@@ -69,21 +69,25 @@ def write_directory(
     config["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
     config["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_others(directory, partial)
+    write_remote_code(partial)
+    return how
+
+
+def copy_others(directory: Path, partial: Path) -> None:
+    """Copies tokenizer, templates, licence and the like: everything but weights, config.json, card and code."""
     templates = directory / "additional_chat_templates"
     for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
-        taken = (*found.files, GATES_SHARD, INDEX, *OURS)
         if (
             file.is_file()
             and not file.name.endswith(WEIGHTS)
             and (not file.name.endswith(".py") or file.name.startswith("tokenization"))
-            and file.name not in taken
+            and file.name not in OURS
             and file.name[0] != "."
         ):
             target = partial / file.relative_to(directory)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
-    write_remote_code(partial)
-    return how
 
 
 def _new_tensors(plan: Plan) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ LENGTH = 512
 
 def is_measured(plan: Plan) -> bool:
     """Whether some of a conversion's tensors start with measured values."""
-    return has_norms(plan) or plan.spec.init == "measured"
+    return plan.own_gates is None and (has_norms(plan) or plan.spec.init == "measured")
 
 
 def has_norms(plan: Plan) -> bool:

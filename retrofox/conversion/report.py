@@ -62,7 +62,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     if slowed:
         span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"
     pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
-    start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives)
+    start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives) if lives else ", as they were trained"
     if spec["init"] == "open":
         start = ", open (log f = 0)"
     elif spec["init"] == "measured":

@@ -79,7 +79,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
-    state = _unpickled(file)
+    state = unpickled(file)
     state = state if isinstance(state, dict) else {"": state}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
@@ -97,7 +97,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     save_file(kept, target, metadata={"format": "pt"})
 
 
-def _unpickled(file: Path) -> Any:
+def unpickled(file: Path) -> Any:
     """What a .bin file holds, tensors by name if it is sound, mapped to it unless torch before 1.6 wrote it."""
     try:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-KNOWN = ("delta_net", "gated_deltanet", "gla", "hgrn2")
+KNOWN = ("delta_net", "forgetting_transformer", "gated_deltanet", "gla", "hgrn2")
 """Model types for which the remedy is said where it is not installed."""
 
 

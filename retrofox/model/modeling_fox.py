@@ -158,24 +158,25 @@ class Shift(AddedModule):
 
         y_t = k_t + a_t (k_{t-1} - k_t),   a_t = gain_h sigmoid(w_h . x_t)
 
-    Gain and w start at 0: no shift, exactly. The first token of a document has no predecessor and stays as it is.
+    Gain and w start at 0: no shift, exactly. The first token of a document has no predecessor and stays as it is, or,
+    `from_zero`, takes k_{t-1} = 0 as in the authors' code.
     Shapes: states (B, T, Hkv, D); before (B, Hkv, D), the token before the first one, or None; joined (B, T) bool,
     whether a token's predecessor belongs to its document, None if all but the first do; hidden_states (B, T, hidden).
     Parameters: weight (Hkv, hidden), gain (Hkv,). Source: Lin et al. (ICLR 2025), section 3.3.
     """
 
-    def __init__(self, hidden_size: int, num_kv_heads: int):
+    def __init__(self, hidden_size: int, num_kv_heads: int, from_zero: bool = False):
         super().__init__()
-        self.weight = zeros(num_kv_heads, hidden_size)
-        self.gain = zeros(num_kv_heads)
+        self.weight, self.gain, self.from_zero = zeros(num_kv_heads, hidden_size), zeros(num_kv_heads), from_zero
 
     def forward(self, states: Tensor, before: Tensor | None, joined: Tensor | None, hidden_states: Tensor) -> Tensor:
-        first = states[:, 0] if before is None else before
+        alone = torch.zeros_like(states) if self.from_zero else states
+        first = alone[:, 0] if before is None else before
         previous = torch.cat([first[:, None], states[:, :-1]], dim=1)
+        if joined is not None:
+            previous = torch.where(joined[..., None, None], previous, alone)
         with torch.autocast(hidden_states.device.type, enabled=False):
             amount = self.gain * torch.sigmoid(F.linear(hidden_states.float(), self.weight))
-            if joined is not None:
-                amount = amount * joined[..., None]
             return torch.lerp(states.float(), previous.float(), amount[..., None]).to(states.dtype)
 
 
@@ -657,10 +658,11 @@ class FoxMixin(nn.Module):
         self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, gates, spec)
         eps, parts = getattr(config, "rms_norm_eps", 1e-6), spec.pro
         norm = "qk-norm" in parts and not hasattr(self, "q_norm")  # a family's own QK-norm takes its place
-        self.q_norm_fox = HeadNorm(heads, self.head_dim, eps) if norm else None
-        self.k_norm_fox = HeadNorm(kv_heads, self.head_dim, eps) if norm else None
-        self.k_shift = Shift(hidden, kv_heads) if "k-shift" in parts else None
-        self.v_shift = Shift(hidden, kv_heads) if "v-shift" in parts else None
+        official = "official" in parts
+        self.q_norm_fox = HeadNorm(heads, self.head_dim, 1e-5 if official else eps) if norm else None
+        self.k_norm_fox = HeadNorm(kv_heads, self.head_dim, 1e-5 if official else eps) if norm else None
+        self.k_shift = Shift(hidden, kv_heads, official) if "k-shift" in parts else None
+        self.v_shift = Shift(hidden, kv_heads, official) if "v-shift" in parts else None
         self.output_norm = HeadNorm(heads, self.head_dim, eps) if "output-norm" in parts else None
         self.output_gate = OutputGate(hidden, heads, self.head_dim) if "output-gate" in parts else None
         self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))

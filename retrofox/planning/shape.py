@@ -232,4 +232,4 @@ def _pro(spec: FoxSpec, hidden: int, heads: int, kv_heads: int, head_dim: int, h
         "k-shift": kv_heads * (hidden + 1),
         "v-shift": kv_heads * (hidden + 1),
     }
-    return sum(sizes[part] for part in spec.pro)
+    return sum(sizes.get(part, 0) for part in spec.pro)

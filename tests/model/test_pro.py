@@ -23,9 +23,11 @@ IDENTITIES = ("output-gate", "k-shift", "v-shift")
 TRANSFORMER_PRO = {"gate": "none", "rope": "keep", "pro": "all"}
 
 
-@pytest.fixture(scope="module", params=[*PRO_PARTS, "all", "transformer"])
+@pytest.fixture(scope="module", params=[*PRO_PARTS, "all", "official", "transformer"])
 def fox(request, pico_fox):
-    """A stirred model with one part, with all, and Transformer (Pro): all without gates."""
+    """A stirred model with one part, with all, with all of the authors' code, and Transformer (Pro): no gates."""
+    if request.param == "official":
+        return pico_fox(pro=(*PRO_PARTS, "official"))
     return pico_fox(**(TRANSFORMER_PRO if request.param == "transformer" else {"pro": request.param}))
 
 
@@ -85,16 +87,20 @@ def test_output_gate_formula():
     close(gate(out, hidden), out * 2 * torch.sigmoid(hidden @ gate.weight.T).view(2, 5, 3, 4), 1e-6)
 
 
-def test_shift_formula():
-    shift = Shift(6, 3)
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_shift_formula(from_zero):
+    shift = Shift(6, 3, from_zero)
     states, before, hidden = torch.randn(2, 5, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 5, 6)
     joined = torch.tensor([[True, True, False, True, True], [False, True, True, True, True]])
     assert torch.equal(shift(states, before, joined, hidden), states)
     torch.nn.init.normal_(shift.weight)
     torch.nn.init.ones_(shift.gain)  # the paper's form: alpha k_{t-1} + (1 - alpha) k_t
-    alpha = torch.sigmoid(hidden @ shift.weight.T)[..., None] * joined[..., None, None]
+    alpha = torch.sigmoid(hidden @ shift.weight.T)[..., None]
     previous = torch.cat([before[:, None], states[:, :-1]], 1)
+    previous = torch.where(joined[..., None, None], previous, 0.0 if from_zero else states)
     close(shift(states, before, joined, hidden), alpha * previous + (1 - alpha) * states, 1e-6)
+    first = alpha[:, :1] * (0.0 if from_zero else states[:, :1]) + (1 - alpha[:, :1]) * states[:, :1]
+    close(shift(states[:, :1], None, None, hidden[:, :1]), first, 1e-6)
 
 
 def test_a_layer_with_all_parts_is_the_formula(pico_fox, tokens):
