@@ -27,7 +27,7 @@ from retrofox.loading import shards
 from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
-from retrofox.loading.source import check_live, check_out, fetch, read_config, recorded
+from retrofox.loading.source import check_live, check_out, fetch, read_config, recorded, refuse_adapter
 from retrofox.loading.tokenizers import refuse_damaged_tokenizer, tokenizer_of_live
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
@@ -45,6 +45,7 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
         return make_plan(source.config, spec, base=recorded(source.config._name_or_path) or None)
     if str(source).endswith(".gguf"):
         return make_plan(any_config(source), spec, base=recorded(source))
+    refuse_adapter(source)
     values = read_config(source, revision)
     if values.get("model_type") in OWN_GATES:
         return plan_of_own_gates(values, spec, recorded(source), revision)

@@ -94,6 +94,12 @@ def plan_of_own_gates(values: dict[str, Any], spec: FoxSpec, base: str, revision
     return plan
 
 
+def came_with_gates(config: Any) -> bool:
+    """Whether a converted model's gates came with its checkpoint: a conversion has half-lives to start gates with."""
+    fox = getattr(config, "fox", None)
+    return fox is not None and fox["half_life"] is None and fox["init"] != "alibi"
+
+
 def _base_config(values: dict[str, Any]) -> Any:
     hidden, heads = values["hidden_size"], values["num_heads"]
     width = values.get("intermediate_size")

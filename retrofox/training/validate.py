@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
 from retrofox.config import ExtendStage, Recipe, Source, Stage, TaughtStage
+from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
@@ -152,6 +153,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     taught = isinstance(stage, TaughtStage)
     if (taught or stage.objective == "adapt") and not is_converted(model):
         raise ValueError(f"{stage.objective} is about a retrofit and its original: give `fox:` to the recipe")
+    if stage.objective != "extend" and came_with_gates(causal_lm(model).config):
+        raise ValueError(f"{stage.objective} needs an original without gates, and {source} came with them: take extend")
     changed = changed_since_conversion(source) if stage.objective == "adapt" and source is not None else None
     if changed is not None:
         raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")

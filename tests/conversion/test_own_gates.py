@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import retrofox
+from retrofox.conversion.own_gates import came_with_gates
 from retrofox.fox_spec import PRO_PARTS, FoxSpec
 from retrofox.serving.refusals import Settings, refusal
 from tests.conversion import forget_gate_models as theirs
@@ -38,6 +39,7 @@ def test_logits_are_those_of_their_package_read_at_once_and_token_by_token(made,
     close(theirs.stepwise(model)[:, theirs.PLACES], expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # theirs, at import: no GPU
 @pytest.mark.parametrize("name", NAMES)
 def test_the_package_itself_gives_these_logits(made, name):
     pytest.importorskip("fla" if name in theirs.FLA else "forgetting_transformer")
@@ -67,6 +69,7 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
     assert losses[1] < losses[0]
     model.eval().save_pretrained(tmp_path / "trained")
     assert torch.equal(theirs.logits(retrofox.load(tmp_path / "trained").eval()), theirs.logits(model))
+    assert came_with_gates(model.config)  # so that it has no original to learn from
     spec = FoxSpec.from_dict(model.config.fox)
     why = refusal(model.config.model_type.removeprefix("fox_"), spec, 2, 2, Settings())
     assert why is None if name == "fla-all" else "k-shift and v-shift" in str(why)
@@ -108,6 +111,7 @@ def test_to_fla_and_back_is_bit_equal(made, run, tmp_path, name):
     assert {key: old[key] for key in old.keys() & new.keys()} == {key: new[key] for key in old.keys() & new.keys()}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_retrofitted_model_runs_in_fla(pico_fox, run, tmp_path):
     spec = {"rope": "drop", "sink_tokens": 0, "gate_heads": "kv", "pro": "output-gate"}
     model = pico_fox(config={"tie_word_embeddings": True}, **spec)
