@@ -24,6 +24,7 @@ FIXTURE = Path(__file__).with_name("forget-gate-models.json")
 TOKENS = torch.tensor([[3, 17, 5, 9, 30, 2, 2, 21, 8, 14, 27, 1], [11, 4, 4, 25, 6, 19, 0, 31, 7, 13, 22, 10]])
 PLACES = [0, 1, 11]
 """Positions of TOKENS whose logits the fixture holds."""
+module: Any = importlib.import_module
 SHAPE = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 16}
 PRO = ("qk_norm", "use_output_norm", "use_output_gate", "use_k_shift", "use_v_shift")
 AUTHORS = {
@@ -105,9 +106,9 @@ def stepwise(model: Any) -> torch.Tensor:
 
 
 def fla() -> Any:
-    models = importlib.import_module("fla.models")
+    models = module("fla.models")
     names = ("layers.forgetting_attn", "modules.mlp", "modules.norm.layernorm")
-    layer, mlp, norm = (importlib.import_module(f"fla.{name}") for name in names)
+    layer, mlp, norm = (module(f"fla.{name}") for name in names)
 
     def unpadded(q: Any, k: Any, v: Any, g: Any, cu_seqlens: Any = None) -> Any:
         batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1  # rows of one length
@@ -122,9 +123,9 @@ def fla() -> Any:
 def _authors() -> Any:
     at = "forgetting_transformer.model.forgetting_transformer"
     with mock.patch("transformers.cache_utils.Cache", object):  # whose constructor theirs calls as it was in 2024
-        package = importlib.import_module(at)
+        package = module(at)
     names = ("modeling_forgetting_transformer", "layernorm", "fuse_norm_gate", "rotary")
-    model, norm, gated, rotary = (importlib.import_module(f"{at}.{name}") for name in names)
+    model, norm, gated, rotary = (module(f"{at}.{name}") for name in names)
 
     def by_head(q: Any, k: Any, v: Any, log_fgate: Any, **_: Any) -> Any:
         return attention(*(x.transpose(1, 2) for x in (q, k, v, log_fgate))).transpose(1, 2)

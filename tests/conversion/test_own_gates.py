@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import retrofox
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.fox_spec import PRO_PARTS, FoxSpec
-from retrofox.serving.refusals import Settings, refusal
+from retrofox.serving.refusals import refusal
 from tests.conversion import forget_gate_models as theirs
 
 NAMES = (*theirs.FLA, *theirs.AUTHORS)
@@ -71,7 +71,7 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
     assert torch.equal(theirs.logits(retrofox.load(tmp_path / "trained").eval()), theirs.logits(model))
     assert came_with_gates(model.config)  # so that it has no original to learn from
     spec = FoxSpec.from_dict(model.config.fox)
-    why = refusal(model.config.model_type.removeprefix("fox_"), spec, 2, 2, Settings())
+    why = refusal(model.config.model_type.removeprefix("fox_"), spec)
     assert why is None if name == "fla-all" else "k-shift and v-shift" in str(why)
 
 
