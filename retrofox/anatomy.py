@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +101,7 @@ def set_annealed_tokens(model: Any, tokens: int) -> None:
 @contextlib.contextmanager
 def attention_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
     """Runs every attention of a converted model in `mode` ("fox", "open", "shuffled", "original"), then restores."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    assert mode in MODES, mode
     modules = [module for _, module in attentions(model)]
     before = [module.mode for module in modules]
     for module in modules:
@@ -145,7 +143,7 @@ def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Te
 
     logits = cap(scale * W h), where scale and cap are the family's: Granite divides by `logits_scaling`, Cohere
     multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`, RecurrentGemma with
-    `logits_soft_cap`. `read_logits` finds out whether that holds for a model of any other kind.
+    `logits_soft_cap`. A model of any other kind may compute its logits otherwise.
 
     Args:
         hidden: (..., hidden_size), the last hidden state after the final norm, any slice of positions.
@@ -178,40 +176,16 @@ def _cohere(config: object, logits: torch.Tensor) -> torch.Tensor:
 _LOGIT_RULES: tuple[Callable[[object, torch.Tensor], torch.Tensor], ...] = (_granite, _cohere, _soft_cap)
 
 
-_heads_known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-
-
-@torch.no_grad()
-def has_known_head(model: PreTrainedModel) -> bool:
-    """Whether `logits_from_hidden` of the inner model's output equals the logits of the model's own forward.
-
-    It is for the families that can be converted. Any other causal LM, with attention or without, is tried once, on a
-    few tokens; the answer is kept.
-    """
-    if model.config.model_type.removeprefix("fox_") in SUPPORTED:
-        return True
-    if model not in _heads_known:
-        ids = torch.arange(min(8, vocabulary_size(model)), device=next(model.parameters()).device)[None]
-        try:
-            found = logits_from_hidden(model, inner_model(model)(input_ids=ids, use_cache=False).last_hidden_state)
-            own = model(input_ids=ids, use_cache=False).logits
-        except (AttributeError, TypeError):  # its inner model or its output is called something else
-            _heads_known[model] = False
-        else:
-            _heads_known[model] = found.shape == own.shape and torch.allclose(found.float(), own.float(), atol=1e-3)
-    return _heads_known[model]
-
-
 def read_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     """Runs any causal LM once over whole texts; returns the function that reads float32 logits off it.
 
     The function takes an index into (B, T), such as (rows, positions) or (slice(None), slice(0, 64)), and gives
-    (..., vocabulary). The head is applied to those positions only, where the model is known to have a plain one.
+    (..., vocabulary). For the families that can be converted the head is applied to those positions only.
 
     Args:
         token_ids: (B, T) int64 on the model's device; padding, if any, stands at the end.
     """
-    if has_known_head(model):
+    if model.config.model_type.removeprefix("fox_") in SUPPORTED:
         hidden = inner_model(model)(input_ids=token_ids, use_cache=False).last_hidden_state
         return lambda where: logits_from_hidden(model, hidden[where]).float()
     logits = model(input_ids=token_ids, use_cache=False).logits

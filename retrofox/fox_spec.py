@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from dataclasses import MISSING, InitVar, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
@@ -13,10 +13,8 @@ from retrofox.spec_values import (
     NUMBERS,
     check_number,
     half_life_of,
-    half_life_of_time_constants,
     one_of,
     open_heads_of,
-    pairs_of,
     parts_of,
     wavelengths_of,
 )
@@ -73,8 +71,9 @@ class FoxSpec(FoxFields):
         rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
-            mapping or as text such as "0-3=inf,20=0".
-        layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest.
+            mapping such as {0: .inf, 20: 0}.
+        layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest (state
+            of models that an earlier version calibrated).
         anneal_to: "partial" or "drop": where annealing ends.
         anneal_tokens: training tokens over which the pairs fade.
         annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
@@ -84,10 +83,8 @@ class FoxSpec(FoxFields):
             layer), "measured" (log-spaced over the model's kv heads, in order of their attention distance on a text),
             "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
-            else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8).
-        t_min: the shortest time constant T in tokens, f = exp(-1/T), T log-spaced over the heads: the FoX paper's words
-            for half_life, which is kept as (t_min ln 2, t_max ln 2). For construction only, with t_max.
-        t_max: the longest time constant, as t_min.
+            else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8). A time constant T of
+            the FoX paper, f = exp(-1/T), is a half-life of T ln 2.
         open_heads: kv heads that start open, with a half-life of 128 times the base's length, and that a budget
             spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
             in a text.
@@ -105,15 +102,12 @@ class FoxSpec(FoxFields):
         ValueError: a field has a value outside the ones above, or no effect beside the others.
     """
 
-    t_min: InitVar[float | None] = None
-    t_max: InitVar[float | None] = None
-
-    def __post_init__(self, t_min: float | None, t_max: float | None) -> None:
+    def __post_init__(self) -> None:
         for name in NUMBERS:
             value = getattr(self, name)
             if value is not None or getattr(FoxSpec, name) is not None:
                 check_number(name, value)
-        self.rope = self.rope or default_rope(self.max_wavelength)
+        self.rope = self.rope or ("interpolate" if self.max_wavelength is None else "partial")
         if self.init == "calibrated":
             if self.version is None:
                 logger.warning("init calibrated is the old name of measured: queries are no longer refitted")
@@ -125,10 +119,8 @@ class FoxSpec(FoxFields):
         one_of("init", self.init, GATE_INITS)
         self.pro = parts_of(self.pro, PRO_PARTS, OFFICIAL)
         self.layer_max_wavelength = wavelengths_of(self.layer_max_wavelength)
-        self.layer_pairs = pairs_of(self.layer_pairs)
+        self.layer_pairs = {int(layer): tuple(pairs) for layer, pairs in self.layer_pairs.items()}
         self.open_heads = open_heads_of(self.open_heads, self.init == "measured")
-        if t_min is not None or t_max is not None:
-            self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
         if self.half_life is not None:
             self.half_life = half_life_of(self.half_life)
         self.horizon = None if self.horizon is None else float(self.horizon)
@@ -145,7 +137,7 @@ class FoxSpec(FoxFields):
         if values.get("prune") is not None:
             logger.warning("prune is gone: it approximated attention to all keys, which is computed; see horizon")
         values = {key: value for key, value in values.items() if key != "prune"}
-        known = [*(f.name for f in fields(cls)), "t_min", "t_max"]
+        known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
@@ -198,36 +190,11 @@ class FoxSpec(FoxFields):
         return spec
 
 
-IDLE = {
-    "rope_factor": "how far rope interpolate stretches",
-    "rope_length": "what rope interpolate takes for slow",
-    "max_wavelength": "which pairs rope partial keeps",
-    "layer_pairs": "which pairs rope partial keeps",
-    "anneal_to": "where rope anneal ends",
-    "anneal_tokens": "how long rope anneal takes",
-    "annealed_tokens": "how far rope anneal has come",
-    "half_life": "where gates start",
-    "init": "where gates start",
-    "gate_heads": "how many gates there are",
-    "open_heads": "which gates start open",
-    "sink_tokens": "which tokens never decay",
-    "horizon": "which keys are masked",
-}
-"""Fields of a FoxSpec that others can leave without effect, and the thing each sets."""
-
-
-def default_rope(max_wavelength: float | None) -> str:
-    """The mode of a spec that names none: "partial" where it names its longest wavelength."""
-    return "interpolate" if max_wavelength is None else "partial"
-
-
 def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[str, str]:
     """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
     idle: dict[str, str] = {}
     if rope != "interpolate":
         idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
-    if rope != "partial":
-        idle["layer_pairs"] = "rope"
     if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
     elif rope == "anneal" and anneal_to == "drop":
@@ -249,6 +216,6 @@ def _refuse_idle(spec: FoxSpec) -> None:
         known = FoxSpec.__dataclass_fields__[name]
         if getattr(spec, name) != (known.default if known.default_factory is MISSING else known.default_factory()):
             raise ValueError(
-                f"{name} sets {IDLE[name]}, but {other} {getattr(spec, other)} leaves it without effect: drop one of "
-                "them"
+                f"{name}: {other} {getattr(spec, other)} leaves it without effect: drop one of them; got "
+                f"{getattr(spec, name)}"
             )

@@ -30,8 +30,7 @@ def initial_bias(spec: FoxFields, num_heads: int) -> list[float]:
         return [OPEN_BIAS] * num_heads
     if spec.init == "alibi":
         return [bias_from_half_life(x) for x in alibi_half_lives(num_heads)]
-    if spec.half_life is None:
-        raise ValueError("the fox section lacks half_life: in Python, FoxSpec.resolved(trained_length) fills it in")
+    assert spec.half_life is not None  # FoxSpec.resolved fills it in
     low, high = spec.half_life
     shares = [h / (num_heads - 1) for h in range(num_heads)] if num_heads > 1 else [1.0]
     return [bias_from_half_life(low ** (1 - share) * high**share) for share in shares]

@@ -7,12 +7,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from retrofox.support.counts import parse_tokens
-
 TOKENS = frozenset(
     {
         *("rope_length", "max_wavelength", "layer_max_wavelength", "anneal_tokens", "annealed_tokens"),
-        *("half_life", "t_min", "t_max", "sink_tokens", "log_n"),
+        *("half_life", "sink_tokens", "log_n"),
     }
 )
 """Fields of a FoxSpec that count tokens, alone, in a list or in a mapping."""
@@ -24,11 +22,9 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "annealed_tokens": (lambda x: 0 <= x < math.inf, "a finite number of tokens, 0 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
     "log_n": (lambda x: 2 <= x < math.inf, "a trained length of at least 2 tokens"),
-    "horizon": (lambda x: 0 < x < math.inf, "the nats a key may decay by, a number above 0, say 16"),
+    "horizon": (lambda x: 0 < x <= 1e4, "the nats a key may decay by, above 0 and at most 10,000, say 16"),
 }
 """Field of a FoxSpec -> whether it may have a value, and words for the values that it may have."""
-MOST_LAYERS = 10_000
-"""Layers that one part of a text of layers can name; the model says which of them it lacks."""
 
 
 def check_number(name: str, value: Any) -> None:
@@ -62,61 +58,24 @@ def half_life_of(value: Any) -> tuple[float, float]:
         low, high = (float(x) for x in value)
     except (TypeError, ValueError, OverflowError):
         low = high = math.nan
-    if not 0 < low <= high < math.inf:
-        raise ValueError(f"half_life takes two numbers of tokens, 0 < shortest <= longest, finite; got {value}")
+    if not 0.01 <= low <= high <= 1e12:
+        raise ValueError(
+            f"half_life takes two numbers of tokens, shortest and longest, 0.01 <= shortest <= longest <= 1e12; got "
+            f"{value}"
+        )
     return low, high
 
 
-def half_life_of_time_constants(t_min: Any, t_max: Any, half_life: object = None) -> tuple[float, float]:
-    """(t_min ln 2, t_max ln 2): the half-lives of gates with f = exp(-1/T), T from t_min to t_max tokens.
-
-    Raises:
-        ValueError: one of them is missing or no number, t_min is above t_max, or a half-life is given as well.
-    """
-    numbers = _is_number(t_min) and _is_number(t_max)
-    if half_life is not None or not numbers or not 0 < t_min <= t_max < math.inf:
-        raise ValueError(
-            "give half_life, or t_min and t_max (half-life = T ln 2), not both; t_min and t_max, time constants in "
-            f"tokens, belong together, 0 < t_min <= t_max, finite; got half_life {half_life}, t_min {t_min!r}, "
-            f"t_max {t_max!r}"
-        )
-    return t_min * math.log(2.0), t_max * math.log(2.0)
-
-
 def wavelengths_of(values: Any) -> dict[int, float]:
-    """{layer: tokens} of a mapping, or of text such as "0-3=inf,20=0" that names each layer once."""
+    """{layer: tokens} of a mapping."""
     try:
-        found = _layers_of(values) if isinstance(values, str) else {int(n): float(x) for n, x in values.items()}
+        found = {int(layer): float(tokens) for layer, tokens in values.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         found = {0: math.nan}
     if not all(tokens >= 0 for tokens in found.values()):
         raise ValueError(
-            "layer_max_wavelength takes tokens per layer, 0 or more, each layer once, such as 0-3=inf,20=0; got "
-            f"{values}"
+            f"layer_max_wavelength takes tokens per layer, 0 or more, such as {{0: .inf, 20: 0}}; got {values}"
         )
-    return found
-
-
-def _layers_of(text: str) -> dict[int, float]:
-    result: dict[int, float] = {}
-    for part in text.split(","):
-        layers, _, tokens = part.partition("=")
-        first, dash, last = layers.partition("-")
-        names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
-        if not names or any(layer in result for layer in names):
-            raise ValueError(part)
-        result |= dict.fromkeys(names, float(str(parse_tokens(tokens))))
-    return result
-
-
-def pairs_of(values: Any) -> dict[int, tuple[int, ...]]:
-    """{layer: pairs}, sorted, each once."""
-    try:
-        found = {int(layer): tuple(sorted({*pairs})) for layer, pairs in values.items()}
-    except (AttributeError, TypeError, ValueError):
-        found = {0: (-1,)}
-    if not all(_is_count(pair) for pairs in found.values() for pair in pairs):
-        raise ValueError(f"layer_pairs takes a list of pairs, 0 or more each, per layer; got {values}")
     return found
 
 

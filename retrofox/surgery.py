@@ -24,7 +24,7 @@ from retrofox.families import (
 )
 from retrofox.fox_spec import OPEN, FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias
-from retrofox.loading.errors import understood
+from retrofox.loading.errors import opening
 from retrofox.loading.generation_config import savable
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
@@ -108,26 +108,9 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     assert spec.max_wavelength is not None  # resolved
     spec.max_wavelength = min(spec.max_wavelength, NO_LIMIT)
     spec.layer_max_wavelength = {i: min(tokens, NO_LIMIT) for i, tokens in spec.layer_max_wavelength.items()}
-    for name in ("layer_max_wavelength", "layer_pairs"):
-        too_deep = [i for i in getattr(spec, name) if not 0 <= i < config.num_hidden_layers]
-        if too_deep:
-            raise ValueError(f"{name} names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}")
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if isinstance(spec.open_heads, int):
-        if spec.open_heads > config.num_hidden_layers * kv_heads:
-            raise ValueError(
-                f"open_heads {spec.open_heads} is more than the model's {config.num_hidden_layers * kv_heads} kv heads "
-                f"({config.num_hidden_layers} layers of {kv_heads})"
-            )
-    else:
-        for layer, kv_head in spec.open_heads:
-            if layer >= config.num_hidden_layers or kv_head >= kv_heads:
-                raise ValueError(
-                    f"open_heads names kv head {kv_head} of layer {layer}; the model has {kv_heads} in each of layers "
-                    f"0..{config.num_hidden_layers - 1}"
-                )
+    _check_places(config, spec)
     fox_config = fox_config_of(config, spec)
-    with understood(f"the {config.model_type} config"):
+    with opening(f"the {config.model_type} config"):
         model = on_meta(config.model_type, fox_config)
     found = [module for _, module in attentions(model)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
@@ -158,6 +141,24 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
     )
+
+
+def _check_places(config: Any, spec: FoxSpec) -> None:
+    """Raises ValueError for layers and heads that a model with this config lacks."""
+    layers = config.num_hidden_layers
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
+    if too_deep:
+        raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
+    if isinstance(spec.open_heads, int):
+        lacking = spec.open_heads > layers * kv_heads
+    else:
+        lacking = any(layer >= layers or kv_head >= kv_heads for layer, kv_head in spec.open_heads)
+    if lacking:
+        raise ValueError(
+            f"open_heads {spec.open_heads}: the model has {kv_heads} kv heads in each of layers 0..{layers - 1}, "
+            f"{layers * kv_heads} in all"
+        )
 
 
 def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:

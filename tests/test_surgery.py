@@ -1,6 +1,5 @@
 """Surgery on live models, the gains of added norms, and the parity proof: what it undoes, reports and leaves alone."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attentions, is_new_tensor
 from retrofox.conversion.directory import GATES_SHARD
-from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import load_tokenizer
@@ -58,43 +56,7 @@ def test_a_directorys_norms_start_as_those_of_its_live_model(pico_checkpoint, tm
     assert torch.allclose(logits(retrofox.load(tmp_path / "out")), logits(live), atol=1e-5)
 
 
-def test_the_report_says_what_each_part_that_is_no_identity_costs(pico_checkpoint, tmp_path, capsys):
-    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=NORMS)
-    parity = report["parity"]
-    assert parity["equal"]
-    assert set(parity["parts"]) == {"qk-norm", "output-norm"}
-    for costs in parity["parts"].values():
-        assert costs["costs"] == pytest.approx(parity["loss_converted"] - costs["loss_without"])
-        assert costs["costs"] != 0
-    print_conversion(report, tmp_path / "out")
-    assert "of that, output-norm costs" in capsys.readouterr().out
-
-
-def test_a_familys_own_qk_norm_costs_nothing(pico_llama, pico_tokenizer, tmp_path):
-    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **values))
-    base.save_pretrained(tmp_path / "base")
-    pico_tokenizer.save_pretrained(tmp_path / "base")
-    retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)), verify=False)
-    assert compare(tmp_path / "base", tmp_path / "out")["parts"]["qk-norm"]["costs"] == 0
-    added = load_file(tmp_path / "out" / GATES_SHARD)
-    assert all(".forget_gate." in name for name in added)
-
-
 # the proof
-
-
-def test_the_proof_leaves_a_live_model_as_it_was(pico_llama, tmp_path):
-    base = pico_llama().to(torch.bfloat16).train()
-    base.set_attn_implementation("eager")
-    before = {name: t.clone() for name, t in [*base.named_parameters(), *base.named_buffers()]}
-    report = retrofox.convert(base, tmp_path / "out", fox=FoxSpec(rope="keep"))
-    assert report["parity"]["dtype"] == "float32"
-    after = dict([*base.named_parameters(), *base.named_buffers()])
-    assert all(torch.equal(after[n], t) and after[n].dtype == t.dtype for n, t in before.items())
-    assert base.training
-    assert base.config._attn_implementation == "eager"
 
 
 def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
@@ -175,13 +137,6 @@ def test_frozen_tensors_of_a_live_model_stay_frozen(pico_llama):
     assert [name for name, parameter in base.named_parameters() if parameter.requires_grad] == ["lm_head.weight"]
 
 
-def test_converting_a_directory_in_memory_refuses_the_same(pico_checkpoint):
-    config = json.loads((pico_checkpoint / "config.json").read_text())
-    (pico_checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ValueError, match=r"quantised \(awq\)"):
-        retrofox.convert(pico_checkpoint)
-
-
 def test_a_revision_of_a_directory(pico_checkpoint: Path):
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         retrofox.convert(pico_checkpoint, revision="main")
@@ -206,23 +161,14 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
     "values",
     [
         {"max_wavelength": "100"},
-        {"rope_factor": "8"},
         {"rope_length": [128]},
-        {"log_n": "x"},
-        {"log_n": True},
         {"log_n": float("nan")},
         {"half_life": 5},
-        {"half_life": (1, 10**400)},
-        {"layer_max_wavelength": {0: 10**400}},
         {"half_life": ("a", "b")},
         {"layer_max_wavelength": [1]},
-        {"layer_max_wavelength": {"first": 3}},
         {"pro": None},
-        {"pro": [["k-shift"]]},
         {"horizon": "x"},
-        {"anneal_tokens": "10"},
         {"anneal_tokens": float("inf")},
-        {"annealed_tokens": -5},
     ],
     ids=str,
 )
@@ -265,20 +211,8 @@ def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"model\.safetensors is cut short or not a safetensors file"):
         retrofox.load(pico_fox_checkpoint)
-    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+    with pytest.raises(ValueError, match="device 'gpu' can't be used here"):
         retrofox.load(pico_fox_checkpoint, device="gpu")
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="holds no weights"):
         retrofox.load(pico_fox_checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"rope": "keep"}, "keep, 4 of 4 rotary pairs kept"),
-        ({"rope": "keep", "layer_max_wavelength": {0: 0.0}}, "keep, 0-4 of 4 rotary pairs kept"),
-    ],
-)
-def test_the_card_says_how_many_pairs_stay(pico_checkpoint, tmp_path, spec, said):
-    retrofox.convert(pico_checkpoint, tmp_path / "out", fox=FoxSpec(**spec), verify=False)
-    assert f"| RoPE | {said} |" in (tmp_path / "out" / "README.md").read_text()

@@ -81,9 +81,10 @@ def merge(
     out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
 ) -> None:
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
-    from retrofox.loading.source import check_adapter, check_out
+    from retrofox.loading.atomic_directory import refuse_existing
+    from retrofox.loading.source import check_adapter
 
-    check_out(adapter, out)
+    refuse_existing(out)
     check_adapter(adapter)
     from retrofox.conversion.merge import merge as run
 

@@ -60,9 +60,10 @@ def convert(
             written = write_for_fla(there(source), out, revision)
         print(json.dumps(written, indent=2) if as_json else f"{out}: {written['tensors']} tensors for {to}")
         return
-    from retrofox.loading.source import check_out
+    from retrofox.loading.atomic_directory import refuse_existing
 
-    check_out(there(source), out)
+    refuse_existing(out)
+    there(source)
     files = [str(file) for file in texts or []]
     if dry_run:
         from retrofox.conversion import artefact

@@ -148,12 +148,8 @@ def inspect(
     horizon: Annotated[
         float | None, typer.Option(help="Nats of decay at which a key counts as forgotten: the model's own, else 16.")
     ] = None,
-    max_documents: Annotated[
-        int | None, typer.Option(help="Use only the first N documents (8 if not given); needs --data.")
-    ] = None,
-    text_field: Annotated[
-        str | None, typer.Option(help="Field of JSON or Parquet records that holds the text (text); needs --data.")
-    ] = None,
+    max_documents: Annotated[int, typer.Option(min=1, metavar="N", help="Use only the first N documents.")] = 8,
+    text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -163,15 +159,10 @@ def inspect(
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """
-    given = {"--max-documents": max_documents, "--text-field": text_field}
-    if not data and (named := ", ".join(name for name, value in given.items() if value is not None)):
-        raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
     look([model], data)
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
 
-    options: dict[str, Any] = {"length": length, "out": out, "text_field": "text" if text_field is None else text_field}
-    options["max_documents"] = 8 if max_documents is None else max_documents
-    options["horizon"] = horizon
+    options: dict[str, Any] = {"length": length, "max_documents": max_documents, "horizon": horizon, "out": out}
     with trusting_code(trust_remote_code):
-        run(model, data or None, **options, device=device, dtype=dtype)
+        run(model, data or None, **options, text_field=text_field, device=device, dtype=dtype)

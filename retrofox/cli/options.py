@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +10,19 @@ from typing import Annotated, Literal
 import typer
 
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
+
+
+def device(name: str) -> str:
+    """A device's name, looked at before torch is imported."""
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", name):
+        raise typer.BadParameter(f"got {name!r}: give cpu, cuda or cuda:N")
+    return name
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(parser=device, metavar="DEVICE", help="cpu, cuda, cuda:1, ...; default: CUDA where there is one."),
+]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from retrofox.cli.tokens import METAVAR, count
+
 app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp; new writes one.")
 Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-stretch.")]
 
@@ -46,7 +48,7 @@ def cp(
 def new(
     model: Annotated[str, typer.Option(help="Hub id or directory of an unconverted model.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
-    length: Annotated[str, typer.Option(help="Tokens of a row, such as 32Ki.")] = "32Ki",
+    length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of a row.")] = 32768,
     gpu: Annotated[str | None, typer.Option(help="As for plan; default: this machine's.")] = None,
     memory: Annotated[str | None, typer.Option(help="As for plan.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
@@ -58,14 +60,10 @@ def new(
     """
     from retrofox.planning.hardware import hardware
     from retrofox.planning.new_recipe import new_recipe
-    from retrofox.support.counts import parse_count
 
-    tokens = parse_count(length)
-    if not isinstance(tokens, int) or tokens < 2:
-        raise ValueError(f"--length is a number of tokens such as 32Ki, got {length!r}")
     if out.exists():
         raise ValueError(f"{out} exists: remove it or name another file")
-    text = new_recipe(model, tokens, hardware(gpu, memory), gpus, adapters=lora)
+    text = new_recipe(model, length, hardware(gpu, memory), gpus, adapters=lora)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(out)

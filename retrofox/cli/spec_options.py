@@ -15,7 +15,7 @@ from retrofox.cli.tokens import METAVAR
 from retrofox.fox_spec import PRESETS, FoxSpec
 from retrofox.spec_values import TOKENS
 
-STATE = ("annealed_tokens", "base", "base_revision", "version")
+STATE = ("annealed_tokens", "layer_pairs", "base", "base_revision", "version")
 """Fields that conversion and training fill in."""
 
 
@@ -47,10 +47,10 @@ def spec_fields() -> dict[str, str]:
 
 
 def spec_of(changes: list[str], options: dict[str, Any]) -> FoxSpec:
-    """The spec of "fox.a=b" changes and of options, each read as YAML.
+    """The spec of "fox.a=b" changes and of options, each read as YAML; an option goes before a change.
 
     Raises:
-        ValueError: a change of something else, a field given twice, or a value that FoxSpec refuses.
+        ValueError: a change of something else, or a value that FoxSpec refuses.
     """
     from retrofox.config.fields import read_fox
     from retrofox.config.yaml_text import apply_override, read_yaml
@@ -62,8 +62,6 @@ def spec_of(changes: list[str], options: dict[str, Any]) -> FoxSpec:
         apply_override(values, change)
     for name, given in options.items():
         flag = _flag(name)
-        if name in values["fox"]:
-            raise ValueError(f"{flag} and fox.{name}= set the same field: give one of them")
         parts = [read_yaml(text, flag) for text in ([given] if isinstance(given, str) else given)]
         values["fox"][name] = parts[0] if isinstance(given, str) else parts
     return read_fox(values["fox"])

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
-OLD_NAMES = {"smollm2-partial": "smollm2-stretch", "longcrawl64-fox": "smollm2-fox-paper"}
+OLD_NAMES = {
+    "smollm2-partial": "smollm2-stretch",
+    "smollm2-three-stages": "smollm2-no-rope",
+    "longcrawl64-fox": "smollm2-fox-paper",
+}
 
 
 @dataclass(frozen=True)

@@ -2,102 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from retrofox.anatomy import attentions, exempt_tokens, lm_class, on_meta
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import read_config
 from retrofox.serving.refusals import refusal
-
-if TYPE_CHECKING:
-    from retrofox.surgery import Plan
 
 SOURCE = "https://github.com/retrofox/retrofox"
 HERE = "THIS_REPOSITORY"
 """Stands for the repository in a card until it is pushed."""
 
 
-def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None = None) -> str:
-    """README.md of a freshly converted checkpoint: its retrofit, how to load it, the parity proof's numbers.
+def card(
+    spec: FoxSpec, base_type: str, state: str, parity: object = None, licence: Mapping[str, Any] | None = None
+) -> str:
+    """README.md of a converted checkpoint: its retrofit, how to load and serve it, the parity proof's numbers.
 
     Args:
+        spec: resolved.
+        base_type: model_type of the base.
+        state: a sentence on its training.
+        parity: as `retrofox.conversion.verify.prove` gives it; anything else is left out.
         licence: the base's, as `retrofox.conversion.licence.licence_of` gives it.
     """
-    parity = report["parity"]
-    fewest, most = min(plan.kept_pairs, default=0), max(plan.kept_pairs, default=0)
-    kept = f"{most}" if fewest == most else f"{fewest}-{most}"
-    tokens = plan.half_lives
-    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "as they were trained"
-    if plan.spec.init == "open":
-        start = "open at first (no decay)"
-    rows = {
-        "gates": plan.spec.gate + ("" if plan.spec.gate == "none" else f", {start}"),
-        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept" + _turning(plan.spec),
-        "parameters added": f"{plan.parameters:,}",
-    }
-    if isinstance(parity, dict):
-        rows |= {
-            "parity proof (gates open, RoPE kept)": f"logits within {parity['max_difference']:.1e} of the base",
-            "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
-            "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
-        }
-    state = "Converted, not yet adapted." if plan.own_gates is None else "Its gates were trained with it."
-    return _card(plan.spec, state, plan.exempt_tokens, rows, plan.model_type, licence or {})
-
-
-def _turning(spec: FoxSpec) -> str:
-    if spec.layer_pairs:
-        return ", chosen by layer"
-    return f", slow pairs up to {spec.rope_factor:g} times slower" if spec.rope == "interpolate" else ""
-
-
-def own_card(directory: Path) -> str | None:
-    """README.md of a directory; None where there is none.
-
-    Raises:
-        ValueError: it is not UTF-8 text, or its metadata can't be read.
-    """
-    file = directory / "README.md"
-    if not file.is_file():
-        return None
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-        ModelCard(text, ignore_metadata_errors=False)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{file} is damaged ({first_line(error)}): correct its metadata, UTF-8 text between two lines of ---, or "
-            "delete it, and `retrofox push` writes a new one"
-        ) from error
-    return text
+    base = spec.base or "an unnamed model"
+    is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
+    name = base.rstrip("/").split("/")[-1]
+    data = ModelCardData(
+        base_model=base if is_hub_id else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
+        **(licence or {}),
+    )
+    rows = described(spec) | {"sink tokens exempt from decay": str(spec.sink_tokens or "none")} | _proof(parity)
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# {name} with forget gates\n",
+        f"`{base if is_hub_id else name}` converted by [retrofox]({SOURCE}) {spec.version}: Forgetting",
+        f"Attention (Lin et al., ICLR 2025) in every attention layer. {state}\n",
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
+        f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
+        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
+        "Where retrofox is installed, its Triton kernels run; without it, a slower PyTorch path.\n",
+        *_served(spec, base_type),
+        "| what | value |\n|---|---|",
+        *(f"| {what} | {value} |" for what, value in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def card_of(directory: Path) -> str:
     """README.md of a converted checkpoint that has none, such as a trained one, from its config.json."""
     values = read_config(directory)
-    spec = FoxSpec.from_dict(values["fox"])
     base_type = values["model_type"].removeprefix("fox_")
-    model = on_meta(base_type, lm_class(base_type).config_class.from_dict(values))
-    exempt = [exempt_tokens(attention) for _, attention in attentions(model) if attention.forget_gate is not None]
-    by_wavelength = spec.rope == "partial" and not spec.layer_pairs
-    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if by_wavelength else _turning(spec)
-    rows = {"gates": spec.gate, "RoPE": str(spec.rope) + kept}
-    return _card(spec, "Converted, then adapted.", exempt, rows, base_type, {})
+    return card(FoxSpec.from_dict(values["fox"]), base_type, "Converted, then adapted.")
 
 
-def with_metadata(text: str, values: Mapping[str, str]) -> str:
-    """A card with these fields added to its metadata; those it has stay."""
-    found = ModelCard(text, ignore_metadata_errors=True)
-    missing = {name: value for name, value in values.items() if found.data.get(name) is None}
-    if not missing:
-        return text
-    for name, value in missing.items():
-        found.data[name] = value
+def with_licence(text: str, licence: Mapping[str, str]) -> str:
+    """A card with these fields added to its metadata; those it has stay.
+
+    Raises:
+        ValueError: its metadata can't be read.
+    """
+    try:
+        found = ModelCard(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"the metadata of README.md can't be read ({first_line(error)}): correct it") from error
+    for name, value in licence.items():
+        if found.data.get(name) is None:
+            found.data[name] = value
     return str(found)
 
 
@@ -127,48 +107,44 @@ def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any
     return "\n".join(lines) + "\n"
 
 
-def exemption(tokens: Sequence[int]) -> str:
-    """How many first tokens of a document never decay, in words, from the number in each layer."""
-    some = [count for count in tokens if count]
-    if not some:
+def described(spec: FoxSpec) -> dict[str, str]:
+    """Part of a retrofit -> what the resolved spec makes of it, in words."""
+    rows = {"gates": _gates(spec), "RoPE": str(spec.rope), "Pro parts": ", ".join(spec.pro) or "none"}
+    if spec.layer_pairs:
+        rows["RoPE"] += ", pairs chosen by layer"
+    elif spec.rope == "interpolate":
+        rows["RoPE"] += f", slow pairs up to {spec.rope_factor:g} times slower"
+    elif spec.rope == "partial":
+        rows["RoPE"] += f", wavelengths up to {spec.max_wavelength:g} tokens kept"
+    if spec.horizon is not None:
+        rows["horizon"] = f"keys that decayed by {spec.horizon:g} nats are masked"
+    return rows
+
+
+def _gates(spec: FoxSpec) -> str:
+    if spec.gate == "none":
         return "none"
-    where = f" in {len(some)} of {len(tokens)} layers (the others have a sliding window)"
-    return f"{some[0]}{where if len(some) < len(tokens) else ''}"
+    text = spec.gate + (", one per kv head" if spec.gate_heads == "kv" else "")
+    if spec.init == "open":
+        text += ", open at first (no decay)"
+    elif spec.half_life is None:
+        text += ", ALiBi's slopes" if spec.init == "alibi" else ", as they were trained"
+    else:
+        text += f", half-lives of {spec.half_life[0]:.0f} to {spec.half_life[1]:.0f} tokens at first"
+    if spec.init == "measured":
+        text += ", by measured attention distance"
+    opened = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
+    return text + (f"; {opened} kv heads start open" if opened else "")
 
 
-def _card(
-    spec: FoxSpec,
-    state: str,
-    exempt: Sequence[int],
-    rows: dict[str, str],
-    base_type: str,
-    licence: Mapping[str, Any],
-) -> str:
-    base = spec.base or "an unnamed model"
-    is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
-    name = base.rstrip("/").split("/")[-1]
-    data = ModelCardData(
-        base_model=base if is_hub_id else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
-        **licence,
-    )
-    rows = {**rows, "sink tokens exempt from decay": exemption(exempt), "Pro parts": ", ".join(spec.pro) or "none"}
-    lines = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# {name} with forget gates\n",
-        f"`{base if is_hub_id else name}` converted by [retrofox]({SOURCE}) {spec.version}: Forgetting",
-        f"Attention (Lin et al., ICLR 2025) in every attention layer. {state}\n",
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
-        f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
-        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
-        "Where retrofox is installed, its Triton kernels run; without it, a slower PyTorch path.\n",
-        *_served(spec, base_type),
-        "| what | value |\n|---|---|",
-        *(f"| {what} | {value} |" for what, value in rows.items()),
-    ]
-    return "\n".join(lines) + "\n"
+def _proof(parity: object) -> dict[str, str]:
+    if not isinstance(parity, Mapping):
+        return {}
+    return {
+        "parity proof (gates open, RoPE kept)": f"logits within {parity['max_difference']:.1e} of the base",
+        "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
+        "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
+    }
 
 
 def _served(spec: FoxSpec, base_type: str) -> list[str]:
@@ -176,4 +152,5 @@ def _served(spec: FoxSpec, base_type: str) -> list[str]:
     why = refusal(base_type, spec)
     if why is not None:
         return [f"vLLM can't serve it: {why}.\n"]
-    return [f"```bash\ngit clone {SOURCE} && pip install './retrofox[vllm]'\nvllm serve {HERE}\n```\n"]
+    where = "" if spec.horizon is None else "It has a horizon, which vLLM serves on NVIDIA GPUs only:\n\n"
+    return [f"{where}```bash\ngit clone {SOURCE} && pip install './retrofox[vllm]'\nvllm serve {HERE}\n```\n"]

@@ -52,7 +52,7 @@ def convert(
     if out is not None:
         return write(source, Path(out), spec, link=link, verify=verify, revision=revision, texts=texts)
     if spec.version is None:  # a spec with a version says how a model was converted
-        check_options(spec, link, texts, has_files=False)
+        check_options(None, spec, link, texts)
     places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
     if len(places) > 1:
         raise ValueError(

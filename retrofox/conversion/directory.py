@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
-from retrofox.conversion.tensors import check_weights, from_bin
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import Progress, place
 from retrofox.loading.shards import INDEX, Shards
@@ -19,9 +21,47 @@ from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.surgery import ATTENTION, Plan, with_new_modules
 
+logger = logging.getLogger(__name__)
+FLOATS = ("F64", "F32", "F16", "BF16")
 GATES_SHARD = "model-retrofox.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 OURS = ("config.json", "README.md", "retrofox.json")
+
+
+def checked_shards(directory: Path, plan: Plan) -> Shards:
+    """The weight files of a base, which have the tensors that its config describes; .bin files are not looked into.
+
+    Tensors that the model has no use for are left where they are; a warning names the first.
+
+    Raises:
+        FileNotFoundError: there are none, or not all.
+        ValueError: a file is damaged, or a tensor is missing, quantised or of another shape.
+    """
+    found = shards.find(directory)
+    if found.pickled:
+        return found
+    for name, shape in plan.base_tensors.items():
+        entry = found.tensors.get(name)
+        if entry is not None and (entry["dtype"] not in FLOATS or tuple(entry["shape"]) != shape):
+            raise ValueError(
+                f"{directory} has {name} as {entry['dtype']} of shape {entry['shape']}; its config.json asks for "
+                f"floats of shape {list(shape)}: the two don't belong together, or the model is quantised"
+            )
+    if get_checkpoint_conversion_mapping(plan.model_type) is not None:
+        return found  # transformers renames or fuses this family's tensors while loading (experts)
+    missing = [name for name in plan.base_tensors if name not in found.tensors and name not in plan.tied]
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}: if it has "
+            "them under other names, load it with AutoModelForCausalLM, save_pretrained it, then convert that"
+        )
+    unused = [name for name in found.tensors if name not in plan.base_tensors and not name.endswith(".inv_freq")]
+    if unused:
+        logger.warning(
+            "%s holds %d tensors that its model has no use for, such as %s: they stay in its files, unused",
+            directory, len(unused), unused[0],
+        )  # fmt: skip
+    return found
 
 
 def write_directory(
@@ -32,35 +72,39 @@ def write_directory(
     link: bool,
     values: Mapping[str, torch.Tensor],
     progress: Progress | None = None,
-) -> str:
+) -> None:
     """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory.
 
     Args:
         values: measured starting values by name; other new tensors start as the plan says.
     """
-    how = "linked" if link else "copied"
-    if GATES_SHARD in found.files:
-        raise ValueError(
-            f"{directory} has a shard called {GATES_SHARD}, as the one that is added: load it, save_pretrained it "
-            "anew, then convert that"
-        )
-    if found.pickled:
-        how = "converted from .bin"
-        for name, file in found.files.items():
-            from_bin(file, partial / name, plan.tied)
-        found = shards.read(partial, list(found.files))
-        check_weights(directory, found.tensors, plan)
-    else:
-        place(found, partial, link, progress)
-    new = {**_new_tensors(plan), **values}
+    place(found, partial, link, progress)
+    start = with_new_modules(plan).state_dict()
+    new = {name: value for name, value in start.items() if is_new_tensor(name)} | dict(values)
     weight_map = dict(found.weight_map)
-    size = shards.nbytes(found.tensors.values()) + sum(t.nbytes for t in new.values())
     if new:
         save_file(new, partial / GATES_SHARD, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(new, GATES_SHARD))
+    size = shards.nbytes(found.tensors.values()) + sum(t.nbytes for t in new.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    _write_config(directory, plan, partial)
+    copy_others(directory, partial)
+    write_remote_code(partial)
+
+
+def copy_others(directory: Path, partial: Path) -> None:
+    """Copies tokenizer, templates, licence and the like: everything but weights, config.json, card and code."""
+    for file in [*directory.iterdir(), *(directory / "additional_chat_templates").glob("*.jinja")]:
+        if file.is_file() and _comes_along(file.name):
+            target = partial / file.relative_to(directory)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _write_config(directory: Path, plan: Plan, partial: Path) -> None:
+    """The base's config.json with the keys that the conversion changes."""
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for key in ATTENTION:
         config.pop(key, None)
     for key in ("model_type", "architectures", "auto_map"):
@@ -69,28 +113,10 @@ def write_directory(
     config["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
     config["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    copy_others(directory, partial)
-    write_remote_code(partial)
-    return how
 
 
-def copy_others(directory: Path, partial: Path) -> None:
-    """Copies tokenizer, templates, licence and the like: everything but weights, config.json, card and code."""
-    templates = directory / "additional_chat_templates"
-    for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
-        if (
-            file.is_file()
-            and not file.name.endswith(WEIGHTS)
-            and (not file.name.endswith(".py") or file.name.startswith("tokenization"))
-            and file.name not in OURS
-            and file.name[0] != "."
-        ):
-            target = partial / file.relative_to(directory)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
-
-
-def _new_tensors(plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors a conversion adds, at their starting values."""
-    state = with_new_modules(plan).state_dict()
-    return {name: value for name, value in state.items() if is_new_tensor(name)}
+def _comes_along(name: str) -> bool:
+    """Whether a file of the base is copied: no weights, no hidden files, of code only a tokenizer's."""
+    if name.endswith(WEIGHTS) or name in OURS or name.startswith("."):
+        return False
+    return not name.endswith(".py") or name.startswith("tokenization")

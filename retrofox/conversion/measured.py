@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions
-from retrofox.conversion.norm_gains import calibrate_norms
 from retrofox.conversion.verify import LARGEST_IN_FLOAT32
 from retrofox.data.fixed_text import fixed_tokens
 from retrofox.half_lives import bias_from_half_life
@@ -63,7 +62,7 @@ def set_measured(model: PreTrainedModel, plan: Plan, tokenizer: Any, texts: Sequ
     """Sets the measured starting values of a live converted model, in place; returns what was measured of the heads."""
     if has_norms(plan):
         tokens, _ = fixed_tokens(tokenizer, model.config.vocab_size, min(LENGTH, model.config.max_position_embeddings))
-        calibrate_norms(model, [tokens.to(model.device)])
+        set_norm_gains(model, tokens.to(model.device))
     if plan.spec.init != "measured":
         return None
     start = measure_start(model, tokenizer, texts)
@@ -73,3 +72,30 @@ def set_measured(model: PreTrainedModel, plan: Plan, tokenizer: Any, texts: Sequ
         bias = attention.forget_gate.bias  # type: ignore[union-attr]
         bias.data.copy_(torch.tensor([bias_from_half_life(x) for x in half_lives]))
     return start
+
+
+@torch.no_grad()
+def set_norm_gains(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
+    """Sets the gain of every added norm to the RMS its heads have on a text, so that normed states keep their size.
+
+    All norms stand aside meanwhile.
+
+    Args:
+        input_ids: (B, T) int64, without padding; a few hundred tokens are enough.
+    """
+    norms = [module for module in model.modules() if isinstance(module, HeadNorm)]
+    rms: dict[torch.nn.Module, torch.Tensor] = {}
+
+    def aside(norm: torch.nn.Module, given: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
+        rms[norm] = given[0].double().square().mean((0, 1, 3)).sqrt()
+        return given[0]
+
+    hooks, training = [norm.register_forward_hook(aside) for norm in norms], model.training
+    try:
+        model.eval()(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(training)
+    for norm in norms:
+        norm.gain.copy_(rms[norm][:, None].to(norm.gain).expand_as(norm.gain))

@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import is_new_tensor
-from retrofox.loading.adapter import (
-    base_of,
-    refuse_plain_base,
-    with_adapter,
-)
-from retrofox.loading.atomic_directory import AtomicDirectory, refuse_existing
+from retrofox.anatomy import causal_lm, is_new_tensor
+from retrofox.loading.adapter import base_of, with_adapter
+from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.converted import load
 from retrofox.loading.source import check_adapter, read_config
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.support import processes
-from retrofox.support.files import new_file_mode, write_json
+from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
 from retrofox.version import __version__
 
@@ -26,7 +21,7 @@ PROBE_TOKENS = 64
 
 
 def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
-    """Merges an adapter into its converted base and proves the logits in a fresh process.
+    """Merges an adapter into its converted base and proves the logits of the written model.
 
     W' = W + (alpha / rank) B A (DoRA: rescaled by its magnitudes) in float32, then stored in the base's dtype; gates
     and Pro parts replace the base's, float32.
@@ -48,19 +43,15 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     check_adapter(adapter)
     refuse_existing(out)
     base = base_of(adapter)
-    refuse_plain_base(base)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
-    model = with_adapter(load(base, dtype=torch.float32), adapter).eval()
-    ids = torch.arange(PROBE_TOKENS)[None] * 7919 % model.get_base_model().config.vocab_size
-    with torch.no_grad():
-        unmerged = model(input_ids=ids).logits
+    model = with_adapter(load(base, dtype=torch.float32), adapter)
+    unmerged = _logits(model)
     merged: Any = model.merge_and_unload(safe_merge=True)
     for name, parameter in merged.named_parameters():
         if not is_new_tensor(name):
             parameter.data = parameter.data.to(stored)
     limit = 1e-4 if stored == torch.float32 else 2e-2
-    with AtomicDirectory(out) as directory:
-        partial = directory.partial
+    with atomic_directory(out) as partial:
         merged.save_pretrained(str(partial))
         tokenizer = load_tokenizer(base)
         if tokenizer is not None:
@@ -68,14 +59,12 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
         write_json(
             partial / "retrofox.json", {"retrofox": __version__, "merged": {"adapter": str(adapter), "base": base}}
         )
-        for file in partial.glob("*.safetensors"):
-            file.chmod(new_file_mode())
-        difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
+        del model, merged
+        difference = float((_logits(load(partial, dtype=torch.float32)) - unmerged).norm() / unmerged.norm())
         if not difference <= limit:
             raise ValueError(
                 f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
             )
-        directory.commit()
     return {
         "adapter": str(adapter),
         "base": base,
@@ -86,19 +75,7 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def _fresh_logits(directory: Path) -> torch.Tensor:
-    """Logits of the probe tokens by a checkpoint loaded in a process of its own, in float32."""
-    code = (
-        "import sys, torch, retrofox\n"
-        "model = retrofox.load(sys.argv[1], dtype=torch.float32).eval()\n"
-        f"ids = torch.arange({PROBE_TOKENS})[None] * 7919 % model.config.vocab_size\n"
-        "with torch.no_grad():\n"
-        "    torch.save(model(input_ids=ids).logits, sys.argv[2])\n"
-    )
-    file = directory / ".logits.pt"
-    run = processes.run_python(code, directory, file)
-    if run.returncode:
-        raise ValueError(f"the merged model did not load in a fresh process:\n{run.stderr[-2000:]}")
-    logits = torch.load(file, weights_only=True)
-    file.unlink()
-    return logits
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    vocabulary = causal_lm(model).config.vocab_size
+    return model.eval()(input_ids=torch.arange(PROBE_TOKENS)[None] * 7919 % vocabulary).logits

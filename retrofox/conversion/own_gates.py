@@ -20,14 +20,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrofox.anatomy import attentions, is_new_tensor, on_meta, sliding_window
 from retrofox.conversion.directory import copy_others
-from retrofox.conversion.tensors import unpickled
 from retrofox.families import OWN_GATES
 from retrofox.fox_spec import OFFICIAL, FoxSpec
-from retrofox.loading.atomic_directory import AtomicDirectory
+from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.converted import load
-from retrofox.loading.errors import understood
-from retrofox.loading.shards import Shards, check_layers
-from retrofox.loading.source import check_out, fetch
+from retrofox.loading.errors import opening
+from retrofox.loading.shards import Shards
+from retrofox.loading.source import fetch
 from retrofox.surgery import Plan, make_plan
 
 AUTHORS, FLA = OWN_GATES
@@ -87,7 +86,7 @@ def plan_of_own_gates(values: dict[str, Any], spec: FoxSpec, base: str, revision
     fields: dict[str, Any] = {} if gate == "none" else {"sink_tokens": 0}
     rope = "keep" if values.get("use_rope") else "drop"
     spec = FoxSpec(rope=rope, gate=gate, pro=parts, horizon=spec.horizon, **fields)
-    with understood(f"config.json of {base}"):
+    with opening(f"config.json of {base}"):
         plan = make_plan(_base_config(values), spec, base=base, revision=revision)
     plan.own_gates, plan.half_lives = kind, []
     plan.spec.half_life = plan.config.fox["half_life"] = None
@@ -130,8 +129,9 @@ def write_own_gates(directory: Path, found: Shards, plan: Plan, partial: Path) -
     """
     state: dict[str, torch.Tensor] = {}
     for file in found.files.values():
-        state |= load_file(file) if file.suffix == ".safetensors" else unpickled(file)
-    check_layers(directory, plan.layers, state)
+        with opening(file):
+            pickled = file.suffix != ".safetensors"
+            state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True) if pickled else load_file(file)
     state = renamed(state, plan)
     model = on_meta(plan.model_type, plan.config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -179,7 +179,7 @@ def write_for_fla(source: str | Path, out: Path, revision: str | None = None) ->
     Raises:
         ValueError: `out` exists, `source` is not converted, or it has something that fla's model lacks.
     """
-    check_out(source, out)
+    refuse_existing(out)
     directory, _ = fetch(source, revision)
     model = load(directory)
     config, spec = model.config, FoxSpec.from_dict(model.config.fox)
@@ -213,11 +213,10 @@ def write_for_fla(source: str | Path, out: Path, revision: str | None = None) ->
         "use_output_gate": gated,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    with AtomicDirectory(out) as target:
-        save_torch_state_dict(state, target.partial)
-        (target.partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        copy_others(directory, target.partial)
-        target.commit()
+    with atomic_directory(out) as partial:
+        save_torch_state_dict(state, partial)
+        (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        copy_others(directory, partial)
     return {"for": "fla", "config": values, "tensors": len(state)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from retrofox.conversion.card import exemption
+from retrofox.conversion.card import described
+from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import size
 from retrofox.surgery import Plan
 
@@ -45,50 +46,36 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         f"loss on them: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
         f"as converted {parity['loss_converted']:.4f} (training brings this back)"
     )
-    for part, cost in parity.get("parts", {}).items():
-        console.print(f"  of that, {part} costs {cost['costs']:+.4f} ({cost['loss_without']:.4f} without it)")
 
 
 def _table(title: str, plan: dict[str, Any]) -> None:
-    spec, kept = plan["spec"], plan["rotary_pairs_kept"]
-    table = Table(title=escape(title), title_justify="left", show_header=False)
-    lives = plan["half_lives_tokens"]
-    span = ""
-    if spec["layer_pairs"]:
-        span = ", chosen by layer"
-    elif spec["rope"] == "partial":
-        span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)"
-    slowed = max(plan.get("rotary_pairs_slowed") or [0])
+    kept, slowed = plan["rotary_pairs_kept"] or [0], max(plan["rotary_pairs_slowed"] or [0])
+    rows = {"layers x heads": f"{plan['layers']} x {plan['heads']}"} | described(FoxSpec.from_dict(plan["spec"]))
+    span = f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
+    rows["rotary pairs"] = f"{span} of {plan['rotary_pairs']} kept as they were"
     if slowed:
-        span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"
-    pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
-    start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives) if lives else ", as they were trained"
-    if spec["init"] == "open":
-        start = ", open (log f = 0)"
-    elif spec["init"] == "measured":
-        start = f", half-lives of {min(lives):.0f} to {max(lives):.0f} tokens by measured attention distance"
-    opened = spec["open_heads"]
-    if opened:
-        start += f"; {opened if isinstance(opened, int) else len(opened)} kv heads start open"
-    shared = ", one per kv head" if spec["gate_heads"] == "kv" else ""
-    rows = {
-        "layers x heads": f"{plan['layers']} x {plan['heads']}",
-        "gates": spec["gate"] + (shared + start if spec["gate"] != "none" else ""),
-        "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
-        "sink tokens": exemption(plan["exempt_tokens"]),
-        "Pro parts": ", ".join(spec["pro"]) or "none",
-        "horizon": "none" if spec["horizon"] is None else f"keys that decayed by {spec['horizon']:g} nats are masked",
-        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
-        + size(plan["bytes_added"]),
-    }
+        rows["rotary pairs"] += f", {slowed} slower"
+    rows["sink tokens"] = _exemption(plan["exempt_tokens"])
+    rows["added"] = f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
+    rows["added"] += size(plan["bytes_added"])
     if plan["settings_replaced"]:
         rows["config"] = ", ".join(f"{name} = {value}" for name, value in plan["settings_replaced"].items())
     if "weight_bytes" in plan:
         how = "hard-linked" if plan["weights_linked"] else "copied"
         rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, {how}, never loaded"
+    table = Table(title=escape(title), title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, escape(value))
     Console(emoji=False).print(table)
+
+
+def _exemption(tokens: Sequence[int]) -> str:
+    """How many first tokens of a document never decay, in words, from the number in each layer."""
+    some = [count for count in tokens if count]
+    if not some:
+        return "none"
+    where = f" in {len(some)} of {len(tokens)} layers (the others have a sliding window)"
+    return f"{some[0]}{where if len(some) < len(tokens) else ''}"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attention_mode, attentions
+from retrofox.anatomy import attention_mode
 from retrofox.data.fixed_text import fixed_tokens
 from retrofox.families import has_softcap
 from retrofox.loading.base import load_base
@@ -25,10 +25,6 @@ from retrofox.support import processes
 
 LARGEST_IN_FLOAT32 = 4_000_000_000
 """Parameters up to which a model is loaded in float32; larger ones in their own dtype."""
-
-
-NOT_IDENTITIES = {"qk-norm": ("q_norm_fox", "k_norm_fox"), "output-norm": ("output_norm",)}
-"""Pro parts that change the logits from the start, and the modules that make them."""
 
 
 def prove(source: Any, out: Path) -> dict[str, Any]:
@@ -91,12 +87,6 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
         return float(F.cross_entropy(values[:-1], tokens[0, 1:]))
 
     chosen = loss(logits())
-    parts = {}
-    for part in model.config.fox["pro"]:
-        if part in NOT_IDENTITIES:
-            with _without(model, NOT_IDENTITIES[part]):
-                lacking = loss(logits())
-            parts[part] = {"loss_without": lacking, "costs": chosen - lacking}
     parity = logits("original")
     tolerance = (1e-5 if dtype == torch.float32 else 2e-2) * max(1.0, float(expected.abs().max()))
     difference = (parity - expected).abs()
@@ -112,7 +102,6 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
         "loss_base": loss(expected),
         "loss_gates_open_rope_kept": loss(parity),
         "loss_converted": chosen,
-        **({"parts": parts} if parts else {}),
     }
 
 
@@ -144,19 +133,6 @@ def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
         base.train(training)
         if attention not in exact:
             base.set_attn_implementation(attention)
-
-
-@contextlib.contextmanager
-def _without(model: Any, names: Sequence[str]) -> Iterator[None]:
-    """Runs a converted model without some of its Pro modules."""
-    places = [(attention, name, getattr(attention, name)) for _, attention in attentions(model) for name in names]
-    for attention, name, _ in places:
-        setattr(attention, name, None)
-    try:
-        yield
-    finally:
-        for attention, name, module in places:
-            setattr(attention, name, module)
 
 
 def answer(source: str, out: str, file: str) -> None:

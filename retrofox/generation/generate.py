@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,7 +18,7 @@ from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
-from retrofox.loading.errors import NO_MODEL, first_line
+from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.model.modeling_fox import CACHE
@@ -257,6 +256,6 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     roles = ", ".join(message["role"] for message in messages)
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, ValueError, LookupError, *NO_MODEL) as error:  # whatever an expression in it may raise
+    except Exception as error:  # whatever an expression in it may raise
         raise ValueError(f"the chat template can't render messages of {roles}: {first_line(error)}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from retrofox.anatomy import is_new_tensor
-from retrofox.loading.source import read_config
+from retrofox.loading.errors import opening
+from retrofox.loading.shards import header
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -26,18 +24,12 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
     """
     from peft import PeftModel  # seconds to import, and most commands open no adapter
 
-    try:
-        with safe_open(adapter / WEIGHTS, "pt") as file:
-            names = {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118, not a dict
-        lacking = [name for name, _ in base.named_parameters() if is_new_tensor(name) and name not in names]
-        if lacking:
-            raise ValueError(f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`")
-        with peft_is_behind():
-            return float32_parts(PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{adapter / WEIGHTS} can't be read: {error}") from error
-    except RuntimeError as error:
-        raise ValueError(f"{adapter} does not fit its base, {base.config._name_or_path}: {error}") from error
+    names = {name.removeprefix("base_model.model.") for name in header(adapter / WEIGHTS)}
+    lacking = [name for name, _ in base.named_parameters() if is_new_tensor(name) and name not in names]
+    if lacking:
+        raise ValueError(f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`")
+    with peft_is_behind(), opening(f"{adapter}, on {base.config._name_or_path},"):
+        return float32_parts(PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable))
 
 
 @contextlib.contextmanager
@@ -46,16 +38,6 @@ def peft_is_behind() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield
-
-
-def refuse_plain_base(source: str) -> None:
-    """Raises ValueError for a base without gates: an adapter on it would train and then run without them."""
-    model_type = read_config(source).get("model_type", "")
-    if not model_type.startswith("fox_"):
-        raise ValueError(
-            f"{source} is a plain {model_type or 'model'}: LoRA here adapts converted models. Give the recipe a `fox:` "
-            "section, or convert the model first (retrofox convert)"
-        )
 
 
 def base_of(adapter: Path) -> str:
@@ -80,17 +62,6 @@ def base_of(adapter: Path) -> str:
             f"{file} to where the converted base is now (a directory or Hub id)"
         )
     return named
-
-
-def say_where_the_base_is(adapter: Path) -> None:
-    """Warns of a base that only this machine has: the path in adapter_config.json travels with the adapter."""
-    base = base_of(adapter)
-    if Path(base).exists():
-        print(
-            f"{adapter} names its base by a path of this machine, {base}: before sharing it, push that base and set "
-            "base_model_name_or_path in adapter_config.json to its Hub id, or share what `retrofox merge` makes",
-            file=sys.stderr,
-        )
 
 
 def float32_parts(model: Any) -> Any:

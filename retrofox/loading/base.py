@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import has_softcap
-from retrofox.loading.errors import opened_by_transformers, reading_gguf
+from retrofox.loading.errors import opening
 from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.loading.trust import refuse_untrusted, trusts_code
-
-logger = logging.getLogger(__name__)
 
 
 def load_base(
@@ -50,7 +47,7 @@ def load_base(
         where, options = str(source), {"revision": revision or "main", "trust_remote_code": trusted}
         if path.is_dir():
             find(path)  # says which file is missing or cut short
-    with reading_gguf(source) if "gguf_file" in options else opened_by_transformers(source):
+    with opening(source, stays=(OSError,)):
         if default_attention and "revision" in options:
             config = AutoConfig.from_pretrained(where, **options)
             config.output_attentions, config._attn_implementation = False, None

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from retrofox.families import check_supported
-from retrofox.loading.errors import understood
+from retrofox.loading.errors import opening
 from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.source import check_source, read_config, refuse_adapter
@@ -27,7 +27,7 @@ def any_config(source: str | Path) -> Any:
     values = read_config(source)
     register_outside(values)
     refuse_untrusted(source, values)
-    with understood(f"config.json of {source}"):
+    with opening(f"config.json of {source}"):
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
 
 
@@ -37,5 +37,5 @@ def base_config(source: str | Path, revision: str | None = None) -> Any:
     values = read_config(source, revision)
     check_source(source, values)
     check_supported(values)
-    with understood(f"config.json of {source}"):
+    with opening(f"config.json of {source}"):
         return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from retrofox.loading.errors import first_line
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """A recipe's `precision` as a dtype."""
@@ -15,15 +17,11 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} was asked for but torch sees no GPU; use device cpu")
-    try:
         torch.empty(1, device=place).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).split("\n")[0]
-        raise ValueError(f"device {str(device)!r} can't be used here ({why}); use cpu, cuda or cuda:N") from error
+        raise ValueError(
+            f"device {str(device)!r} can't be used here ({first_line(error)}); use cpu, cuda or cuda:N"
+        ) from error
     return place
 
 

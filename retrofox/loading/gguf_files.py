@@ -21,7 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from retrofox.families import check_supported
-from retrofox.loading.errors import reading_gguf
+from retrofox.loading.errors import opening
 
 Values = Mapping[str, Any]
 READ = {
@@ -56,7 +56,7 @@ def gguf_config(file: str | Path) -> Any:
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"{file}: no such file")
-    with reading_gguf(file):
+    with opening(file, stays=(OSError,)):
         from gguf import GGUFReader
 
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -186,14 +186,13 @@ def _set_rope(file: str | Path, config: Any, values: Values, tensors: Mapping[st
     original = values.get("rope.scaling.original_context_length")
     stretch = float(values.get("rope.scaling.attn_factor", 1.0))
     held = sorted(tensors)
-    if held == ["rope_factors_long.weight", "rope_factors_short.weight"] and original and kind in ("none", "longrope"):
-        long, short = (tensors[name] for name in held)
-        rope |= _longrope(short, long, stretch, int(original))
-        config.original_max_position_embeddings = int(original)
-    elif stretch != 1:
+    if stretch != 1:
         raise _refuse(file, "rope.scaling.attn_factor", stretch)
-    elif held == ["rope_freqs.weight"] and kind == "none":
-        rope |= _from_factors(tensors[held[0]], rope["rope_theta"], config.max_position_embeddings)
+    if held == ["rope_freqs.weight"] and kind == "none":
+        found = _llama3_of(tensors[held[0]], rope["rope_theta"])
+        if found is None:
+            raise _refuse(file, held[0], "factors of no llama3 scaling")
+        rope |= found
     elif kind == "linear" and not held:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and original and not held:
@@ -210,18 +209,8 @@ def _set_rope(file: str | Path, config: Any, values: Values, tensors: Mapping[st
         config.rope_parameters = rope
 
 
-def _longrope(short: np.ndarray, long: np.ndarray, stretch: float, original: int) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "short_factor": [float(value) for value in short],
-        "long_factor": [float(value) for value in long],
-        "attention_factor": stretch,
-        "original_max_position_embeddings": original,
-    }
-
-
-def _from_factors(factors: np.ndarray, theta: float, length: int) -> dict[str, Any]:
-    """The llama3 scaling that divides the frequencies by `factors`, (head_dim / 2,), else longrope with these factors.
+def _llama3_of(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """The llama3 scaling that divides the frequencies by `factors`, (head_dim / 2,); None where none does.
 
     With w = 2 pi / frequency and s = (L / w - 1) / (high - 1), llama3's divisor is 1 where s > 1, F where s < 0, and
     1 / ((1 - s) / F + s) between. Its `low_freq_factor` only divides L and high: it is taken as 1, as in Llama 3.
@@ -248,4 +237,4 @@ def _from_factors(factors: np.ndarray, theta: float, length: int) -> dict[str, A
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-    return _longrope(factors, factors, 1.0, length)
+    return None

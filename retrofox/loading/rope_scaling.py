@@ -23,8 +23,6 @@ def set_rope(model: Any, scaling: Mapping[str, Any] | None = None, theta: float 
         for name, child in parent.named_children()
         if type(child).__name__.endswith("RotaryEmbedding") and hasattr(child, "rope_type")
     ]
-    if not parents:
-        raise ValueError(f"a {model.config.model_type} model has no rotary embedding that can be scaled")
     if set_rope_config(model.config, scaling, theta):
         for parent, name in parents:
             old = getattr(parent, name)

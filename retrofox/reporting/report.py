@@ -16,7 +16,8 @@ from retrofox.data.windows import choose_windows
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.names import refuse_unknown, refuse_without_tasks
 from retrofox.loading.device import resolve_device
-from retrofox.loading.source import first_line, holds_converted
+from retrofox.loading.errors import first_line
+from retrofox.loading.source import holds_converted
 from retrofox.reporting.page import card_section, render
 from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
 from retrofox.reporting.sections import Asked, Kept, Part, plan_parts

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrofox.anatomy import is_new_tensor
-from retrofox.loading.adapter import say_where_the_base_is
-from retrofox.loading.atomic_directory import AtomicDirectory
+from retrofox.loading.atomic_directory import atomic_directory
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
@@ -55,8 +54,6 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
                 tokenizer.save_pretrained(str(directory))
             for path in directory.rglob("*.safetensors"):
                 path.chmod(new_file_mode())
-            if trainer.run.recipe.lora is not None and last:
-                say_where_the_base_is(directory)
             if trainer.stage.objective == "adapt":
                 export_original(directory, PRECISIONS[trainer.run.recipe.precision], tokenizer)
             checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
@@ -73,14 +70,11 @@ def export_original(adapted: Path, dtype: torch.dtype, tokenizer: Any) -> None:
     out = adapted.with_name("original")
     if out.exists():
         return
-    with AtomicDirectory(out) as directory:
+    with atomic_directory(out) as partial:
         model: Any = unconverted(load(str(adapted), dtype=dtype))
-        model.to(dtype).save_pretrained(str(directory.partial))
+        model.to(dtype).save_pretrained(str(partial))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory.partial))
-        for path in directory.partial.rglob("*.safetensors"):
-            path.chmod(new_file_mode())
-        directory.commit()
+            tokenizer.save_pretrained(str(partial))
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:

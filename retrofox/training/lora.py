@@ -16,7 +16,6 @@ from retrofox.loading.adapter import (
     base_of,
     float32_parts,
     peft_is_behind,
-    refuse_plain_base,
     with_adapter,
 )
 from retrofox.loading.converted import load
@@ -60,7 +59,6 @@ def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
 
 
 def _base(recipe: Recipe, source: str, state: Any) -> Any:
-    refuse_plain_base(source)
     dtype = PRECISIONS[recipe.precision]
     assert recipe.lora is not None
     if recipe.lora.quantize is None:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -77,7 +76,7 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     options = (
         "--rope anneal --anneal-to drop --anneal-tokens 1000 --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
     )
-    options += " --layer-max-wavelength 0=inf --gate bias --init slopes --half-life 4 8 --dry-run --json"
+    options += ' --layer-max-wavelength {"0":.inf} --gate bias --init slopes --half-life 4 8 --dry-run --json'
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
     spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
@@ -97,7 +96,7 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
 
 def test_changes_as_recipes_have_them_and_options_mean_the_same(run, source, tmp_path):
     changes = ["fox.half_life=[512,64Ki]", "fox.horizon=16", "fox.layer_max_wavelength={0: .inf}", "fox.rope=partial"]
-    options = "--half-life 512 64Ki --horizon 16 --layer-max-wavelength 0=inf --rope partial"
+    options = '--half-life 512 64Ki --horizon 16 --layer-max-wavelength {"0":.inf} --rope partial'
     specs = []
     for given in (changes, options.split(), [*options.split()[:3], *changes[1:]]):
         code, out, err = run("convert", source, tmp_path / "out", "--dry-run", "--json", *given)
@@ -138,7 +137,7 @@ def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
     options = "--preset alibi --log-n 2Ki --no-verify"
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
-    assert "fixed, half-lives in tokens: 11, 177" in out
+    assert "fixed, ALiBi's slopes" in out
     for file, path in (("config.json", ("fox",)), ("retrofox.json", ("plan", "spec"))):
         spec = json.loads((tmp_path / "out" / file).read_text())
         for key in path:
@@ -151,29 +150,8 @@ def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
     assert slopes.tolist() == pytest.approx([2**-4, 2**-8], rel=1e-5)  # 2^(-8h/H), H = 2
 
 
-def test_options_beside_a_preset_change_single_fields(run, source, tmp_path):
-    options = "--preset fox-pro --sink-tokens 2 --pro k-shift --rope partial --max-wavelength 1Ki --half-life 8 2Ki"
-    code, out, _ = run("convert", source, tmp_path / "out", *options.split(), "--dry-run", "--json")
-    assert code == 0
-    spec = json.loads(out)["spec"]
-    given = {"rope": "partial", "max_wavelength": 1024.0, "sink_tokens": 2, "pro": ["k-shift"], "gate": "data"}
-    assert given.items() <= spec.items()
-    assert spec["half_life"] == [8.0, 2048.0]
-
-
-def test_time_constants_are_half_lives_over_ln_2(run, source, tmp_path):
-    options = "--gate bias --t-min 2 --t-max 1Ki --dry-run --json"
-    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
-    assert code == 0
-    plan = json.loads(out)
-    assert plan["spec"]["half_life"] == pytest.approx([2 * math.log(2), 1024 * math.log(2)])
-    model = retrofox.convert(LlamaForCausalLM.from_pretrained(source), fox=FoxSpec(gate="fixed", t_min=2, t_max=1024))
-    log_f = torch.nn.functional.logsigmoid(model.model.layers[0].self_attn.forget_gate.bias)
-    assert (-1 / log_f).tolist() == pytest.approx([2, 1024], rel=1e-3)
-
-
 def test_token_options_take_suffixes(run, source, tmp_path):
-    options = "--rope anneal --anneal-tokens 256Mi --layer-max-wavelength 0=1Ki --dry-run --json"
+    options = '--rope anneal --anneal-tokens 256Mi --layer-max-wavelength {"0":1Ki} --dry-run --json'
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
     spec = json.loads(out)["spec"]
@@ -188,15 +166,6 @@ def test_token_options_take_suffixes(run, source, tmp_path):
         assert code == 2
         assert "Ki, Mi, Gi: of 1024" in " ".join(err.replace("│", " ").split()), arguments
         assert "4KB" in err
-
-
-def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
-    arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
-    code, out, _ = run(*arguments)
-    assert code == 0
-    assert json.loads(out)["plan"]["rotary_pairs_kept"] == [1]  # 2 pi tokens, the next is 63
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["fox"]["layer_max_wavelength"] == {"0": 7.0}
 
 
 def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
@@ -222,7 +191,7 @@ def test_a_dry_run_says_how_measured_gates_will_start(run, source, tmp_path):
     code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", *options)
     assert code == 0
     shown = " ".join(out.replace("│", " ").split())
-    assert "tokens by measured attention distance; 1 kv heads start open" in shown
+    assert "tokens at first, by measured attention distance; 1 kv heads start open" in shown
 
 
 def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
@@ -233,7 +202,7 @@ def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
     assert report["plan"]["rotary_pairs_kept"] == [0]
 
 
-@pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 1e-9 1e300", "--pro qk-norm,qk-norm"])
+@pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 0.01 1e12", "--pro qk-norm,qk-norm"])
 def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
     arguments = ["convert", source, tmp_path / "out", "--no-verify", "--json", *options.split()]
     code, out, _ = run(*arguments)
@@ -245,49 +214,27 @@ def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
 
 BAD = {
     "--preset fox-por": "preset must be one of fox-stretch, fox-llama, fox-pro, transformer-llama",
-    "--preset fox-llama --max-wavelength 99": "but rope drop leaves it without effect",
-    "--preset transformer-pro --sink-tokens 2": "but gate none leaves it without effect",
-    "--preset alibi --half-life 8 64": "init alibi leaves it without effect",
-    "--half-life 8 64 --t-min 2 --t-max 9": "give half_life, or t_min and t_max",
-    "--t-min 2": "belong together",
-    "--t-min 9 --t-max 2": "0 < t_min <= t_max",
-    "--init open --t-min 2 --t-max 9": "half_life sets where gates start, but init open",
     "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
     "--rope keeep": "rope must be one of interpolate, keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
-    "--half-life 100 10": "0 < shortest <= longest",
-    "--half-life 0 10": "0 < shortest <= longest",
+    "--half-life 100 10": "0.01 <= shortest <= longest",
+    "--half-life 1e-9 1e300": "0.01 <= shortest <= longest <= 1e12",
     "--half-life 5": "--half-life",
-    "--half-life a 4KB": "half_life takes two numbers of tokens, 0 < shortest <= longest, finite; got ['a', '4KB']",
-    "--gate dta": "gate must be one of",
-    "--init slope": "init must be one of",
-    "--sink-tokens -1": "sink_tokens must be an integer >= 0",
-    "--max-wavelength 0": "max_wavelength must be a positive number",
-    "--pro qknorm": "pro must be one of",
-    "--log-n 1": "log_n",
-    "--rope drop --max-wavelength 100": "max_wavelength sets which pairs rope partial keeps, but rope drop",
+    "--half-life a 4KB": "half_life takes two numbers of tokens",
+    "--rope drop --max-wavelength 100": "max_wavelength: rope drop leaves it without effect",
     "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "anneal_to drop leaves it without effect",
     "--rope anneal": "anneal_tokens > 0",
-    "--anneal-tokens 100": "anneal_tokens sets how long rope anneal takes, but rope interpolate",
-    "--anneal-to drop": "anneal_to sets where rope anneal ends",
-    "--init open --half-life 8 64": "half_life sets where gates start, but init open",
-    "--gate none --init measured": "init sets where gates start, but gate none",
-    "--gate none --sink-tokens 2": "sink_tokens sets which tokens never decay",
-    "--gate none --horizon 16": "horizon sets which keys are masked",
-    "--horizon 0": "horizon must be the nats",
+    "--init open --half-life 8 64": "half_life: init open leaves it without effect",
+    "--gate none --horizon 16": "horizon: gate none leaves it without effect",
+    "--horizon 1e300": "horizon must be the nats",
     "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",
-    "--layer-max-wavelength 0=5,0-1=6": "each layer once",
-    "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
-    "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
+    '--layer-max-wavelength {"7":5}': "layer_max_wavelength names layers [7]; the model has 0..0",
     "--init measured --texts missing.txt": "no data at missing.txt",
     "--init measured": "--texts FILES",
     "--open-heads 3": "open_heads takes [[layer, kv head], ...], or with init measured a number",
-    "--init open --open-heads 3": "open_heads takes [[layer, kv head], ...]",
     "--revision main": "belongs to a Hub id",
     "--bogus": "--bogus",
     "fox.rop=drop": "(did you mean 'rope'?)",
-    "fox.half_life=[8": "not valid YAML",
     "stages.0.tokens=5": "convert takes changes of fox, such as fox.horizon=16",
-    "fox.horizon=16 --horizon 9": "--horizon and fox.horizon= set the same field",
 }
 
 
@@ -305,10 +252,7 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
     recipe.write_text("model: m\n")
     refused = {
         "plan no-such-recipe": "none of this name ships",
-        "train smollm2-lora lora.r=3": "(did you mean rank?)",
         "plan {r} model=3": "r.yaml: model: input should be a valid string",
-        "prepare {r} model=3": "r.yaml: model: input should be a valid string",
-        "config show {r} model=3": "r.yaml: model: input should be a valid string",
         "needle {base} --data x.txt --lengths abc": "lengths must be whole numbers",
         "needle {base} --data x.txt --trials 0": "--trials",
         "needle {base} --data x.txt --mode hard": "mode must be one of easy, standard, or all",
@@ -316,16 +260,10 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "needle {base} --data {r} --baseline ntj:4": "did you mean ntk?",
         "generate {base}": "no prompt given",
         "generate {base} hi --top-p .5": "no effect on greedy decoding",
-        "generate {base} hi --seed 5": "no effect on greedy decoding",
         "chat {base} --temperature 0 --seed 5": "no effect on greedy decoding",
         "generate {base} hi --max-new-tokens -3": "1 or more",
-        "generate {base} hi --temperature -1": "--temperature",
-        "generate ./absent --prompt-file absent.txt": "absent.txt can't be read",
         "generate ./absent hi": "no such directory",
-        "chat ./absent": "no such directory",
         "inspect ./absent": "no such directory",
-        "inspect {base} --horizon x": "--horizon",
-        "eval ./absent --data x.txt": "no such directory",
         "eval {base} --data x.txt --against ./absent": "no such directory",
         "eval {base} --data x.txt --tasks ,": "tasks must be names",
         "eval {base} --tasks piqa,nonsense": "unknown task nonsense;",
@@ -336,24 +274,18 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "report {base} --tasks nonsense": "unknown task nonsense;",
         "plan smollm2-lora --sharding fsdp1": "--sharding",
         "verify-serving {base} --dtype int8": "--dtype",
+        "generate {base} hi --device nope": "give cpu, cuda or cuda:N",
         "merge {base} new": "holds no adapter_config.json",
         "push ./absent me/fox": "does not exist",
         "push {base} fox": "is not the name of a Hub repository",
         "panel ./absent --against {base}": "no such directory",
-        "panel {base} --against ./absent": "no such directory",
         "report ./absent": "no such directory",
-        "report {base} --against ./absent": "no such directory",
         "convert {base} {base}": "exists: remove it",
         "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
         "convert ./absent out": "no such directory",
         "merge ./absent {base}": "exists: remove it",
         "recipes cp smollm2-lora absent/x/y.yaml": "No such file or directory: 'absent/x'",
         "train absent.yaml": "absent.yaml",
-        "config show absent.yaml": "absent.yaml",
-        "convert {base} out --pro k-shift,none": "pro must be one of qk-norm",
-        "inspect {base} --max-documents 3": "--max-documents without texts has no effect",
-        "inspect {base} --text-field body": "--text-field without texts has no effect",
-        "convert '' out": "the model's name is empty",
     }
     code = """
 import shlex, sys, retrofox.cli.app as app
@@ -412,17 +344,8 @@ def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **values}))
     code, _, err = run("convert", tmp_path / "odd", tmp_path / "out")
     assert code == 2
-    assert any(t in err for t in ("makes no model in transformers", "gates need a causal model", "belongs"))
+    assert any(t in err for t in ("can't be opened in transformers", "gates need a causal model", "belongs"))
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
-
-
-def test_a_stray_fox_section_in_a_plain_config_does_no_harm(run, source, tmp_path):
-    shutil.copytree(source, tmp_path / "odd")
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "fox": {"rope": "drop"}}))
-    code, out, _ = run("convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
-    assert code == 0
-    assert json.loads(out)["plan"]["spec"]["rope"] == "interpolate"
 
 
 def test_unknown_recipe_key_names_the_nearest(run, tmp_path):

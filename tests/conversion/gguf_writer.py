@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -77,12 +76,8 @@ def keys(config: Any) -> dict[str, Any]:
         values["vocab_size"] = config.vocab_size
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] in ("yarn", "longrope"):
+    if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if rope["rope_type"] == "longrope":
-        original = rope["original_max_position_embeddings"]
-        ratio = config.max_position_embeddings / original
-        values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(ratio) / math.log(original))
     if config.model_type in ("gemma2", "gemma3_text", "phi3"):
         values["attention.sliding_window"] = config.sliding_window or 0
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -94,8 +89,6 @@ def keys(config: Any) -> dict[str, Any]:
 def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
     """Divisors of the frequencies, (head_dim / 2,), where a scaling is kept as such."""
     rope = config.rope_parameters
-    if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("short", "long")}
     if rope.get("rope_type") != "llama3":
         return {}
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

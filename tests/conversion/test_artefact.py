@@ -1,6 +1,5 @@
 """Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
 
-import errno
 import json
 import math
 import os
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
@@ -174,16 +172,6 @@ BROKEN_TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
-)
-def test_a_full_disk_is_named_and_nothing_is_left(source, tmp_path, monkeypatch, error):
-    monkeypatch.setattr("retrofox.conversion.directory.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
-    with pytest.raises(ValueError, match=r"out could not be written: .*No space left on device; nothing was left"):
-        retrofox.convert(source, tmp_path / "out", verify=False)
-    assert list(tmp_path.iterdir()) == [source]
-
-
 @pytest.mark.parametrize("how", BROKEN_TOKENIZERS)
 def test_a_tokenizer_that_does_not_open_comes_along_and_stops_nothing(base, tmp_path, caplog, how):
     base.save_pretrained(tmp_path / "base")
@@ -192,7 +180,7 @@ def test_a_tokenizer_that_does_not_open_comes_along_and_stops_nothing(base, tmp_
     (tmp_path / "base" / "tokenization_own.py").write_text("raise SystemExit")
     (tmp_path / "base" / "modeling_own.py").write_text("raise SystemExit")
     report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)), verify=False)
-    assert "can't be opened" in caplog.text
+    assert "going on without it" in caplog.text
     assert report["plan"]["tensors_added"] == 8
     parity = compare(tmp_path / "base", tmp_path / "out")
     assert parity["equal"]
@@ -244,11 +232,6 @@ def test_an_existing_out_is_not_touched(source, tmp_path):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_loading_a_plain_model_is_refused(source):
-    with pytest.raises(ValueError, match="retrofox convert"):
-        retrofox.load(source)
-
-
 def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
     import retrofox.conversion.artefact
 
@@ -292,26 +275,12 @@ def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, 
     refused("holds the base.*--no-verify.*killed by signal 9", source, tmp_path / "out")
 
 
-def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_path):
-    state = load_file(source / "model.safetensors")
-    state["model.norm.weight"][0] = float("nan")
-    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    refused("the base's own loss is nan in float32", source, tmp_path / "out")
-
-
 @pytest.mark.parametrize("words", [WordLevel({"[UNK]": 0}, unk_token="[UNK]"), BPE({"ф": 0}, [])], ids=["one", "none"])
 def test_the_proof_draws_tokens_where_a_tokenizer_knows_nothing_of_its_text(source, tmp_path, words):
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(source)
     parity = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)))["parity"]
     assert parity["text"] == "drawn tokens, for want of a tokenizer"
     assert math.isfinite(parity["loss_base"])
-
-
-def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
-    names = dict.fromkeys(load_file(source / "model.safetensors"), GATES_SHARD)
-    (source / "model.safetensors").rename(source / GATES_SHARD)
-    (source / INDEX).write_text(json.dumps({"weight_map": names}))
-    refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
 
 
 def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(
@@ -341,14 +310,9 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
     interrupted += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
     assert launch(interrupted).returncode != 0
     assert not out.exists()
-    assert (out.parent / ".out.partial").exists() == (how == signal.SIGKILL)
-    retrofox.convert(source, out, verify=False)  # starts clean
+    assert bool(list(out.parent.glob(".out.*.partial"))) == (how == signal.SIGKILL)
+    retrofox.convert(source, out, verify=False)
     assert retrofox.load(out).config.model_type == "fox_llama"
-    assert not (out.parent / ".out.partial").exists()
-
-
-def test_measured_init_without_texts_is_refused(source, tmp_path):
-    refused("--texts FILES", source, tmp_path / "out", fox=FoxSpec(init="measured"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -358,4 +322,4 @@ def test_an_interrupted_convert_says_that_nothing_was_written(source, tmp_path, 
     assert code == 128 + number
     assert err.strip() == f"signal {int(number)}: nothing was written: run it again to go on"
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / ".out.partial").exists()
+    assert not list(tmp_path.glob(".out.*"))

@@ -56,7 +56,7 @@ def test_a_conversion_writes_them_and_says_so(pico_checkpoint, tmp_path, capsys)
     assert report["plan"]["half_lives_tokens"] == pytest.approx([8, 64])
     assert {t.shape[0] for t in load_file(tmp_path / "out" / GATES_SHARD).values()} == {KV_HEADS}
     print_conversion(report, tmp_path / "out")
-    assert "data, one per kv head, half-lives in tokens: 8, 64" in capsys.readouterr().out
+    assert "data, one per kv head, half-lives of 8 to 64 tokens" in capsys.readouterr().out
 
 
 def test_checkpoints_from_before_have_a_gate_per_query_head(pico_fox):
@@ -68,7 +68,7 @@ def test_checkpoints_from_before_have_a_gate_per_query_head(pico_fox):
     ("spec", "said"),
     [
         ({"gate_heads": "keys"}, "gate_heads must be one of query, kv"),
-        ({"gate": "none", "gate_heads": "kv"}, "gate_heads sets how many gates there are, but gate none"),
+        ({"gate": "none", "gate_heads": "kv"}, "gate_heads: gate none leaves it without effect"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(spec, said):

@@ -87,5 +87,5 @@ def test_a_horizon_that_is_no_number_of_nats_is_refused(value):
 
 
 def test_a_horizon_without_gates_is_refused():
-    with pytest.raises(ValueError, match="horizon sets which keys are masked, but gate none"):
+    with pytest.raises(ValueError, match="horizon: gate none leaves it without effect"):
         retrofox.FoxSpec(horizon=16.0, gate="none")

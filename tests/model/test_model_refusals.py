@@ -144,5 +144,5 @@ def test_an_adapter_on_a_plain_base(pico_llama, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "plain")}))
-    with pytest.raises(ValueError, match=r"needs a converted base model: .* is a plain llama"):
+    with pytest.raises(ValueError, match=r"plain has model_type 'llama', and is no converted model"):
         retrofox.load(adapter)

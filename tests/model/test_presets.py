@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -54,14 +53,6 @@ def test_alibis_slopes_are_those_of_press_et_al(heads, slopes):
     assert [math.log(2) / half_life for half_life in alibi_half_lives(heads)] == pytest.approx(slopes)
     log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(FoxSpec.from_preset("alibi"), heads)))
     assert (-log_f).tolist() == pytest.approx(slopes, rel=1e-5)
-
-
-def test_time_constants_become_half_lives_and_stay_so():
-    spec = FoxSpec(gate="fixed", t_min=2, t_max=256)
-    assert spec.half_life == pytest.approx((2 * math.log(2), 256 * math.log(2)))
-    assert dataclasses.replace(spec, sink_tokens=4).half_life == spec.half_life
-    log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(spec, 8), dtype=torch.float64))
-    assert (-1 / log_f).tolist() == pytest.approx([2.0**n for n in range(1, 9)])
 
 
 @pytest.mark.parametrize("name", ["fox-llama", "fox-pro", "transformer-llama", "transformer-pro", "alibi", "drope"])

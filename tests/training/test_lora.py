@@ -82,10 +82,9 @@ def test_fixed_gates_have_nothing_to_be_saved_in_an_adapter(make_recipe, pico_ch
     assert report["relative_difference"] < report["limit"]
 
 
-def test_a_base_that_moved_with_its_adapter_is_found(make_recipe, pico_checkpoint, tmp_path, capsys):
+def test_a_base_that_moved_with_its_adapter_is_found(make_recipe, pico_checkpoint, tmp_path):
     recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200]})
     adapter = Path(train(recipe)["model"])
-    assert "names its base by a path of this machine" in capsys.readouterr().err
     assert Path(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]).is_absolute()
     moved = tmp_path / "elsewhere"
     Path(recipe.output).rename(moved)
@@ -105,7 +104,7 @@ def test_a_merge_that_cannot_be_written_leaves_nothing(make_recipe, tmp_path, mo
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
-    with pytest.raises(ValueError, match=r"merged could not be written: .*No space left"):
+    with pytest.raises(OSError, match=r"merged could not be written: .*No space left"):
         merge(adapter, tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
 
@@ -127,7 +126,7 @@ def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(pico_checkpoint)}))
-    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
+    with pytest.raises(ValueError, match="is no converted model"):
         merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     with pytest.raises(FileNotFoundError, match="adapter_config"):
@@ -149,13 +148,11 @@ def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path)
     save_file({name: value for name, value in tensors.items() if "layers.1.self_attn.forget" not in name}, file)
     refused("lacks model.layers.1.self_attn.forget_gate.weight: it was not saved by")
     file.write_bytes(whole[:-9])
-    refused(r"adapter_model.safetensors can't be read: .*header")
-    file.unlink()
-    refused("adapter_model.safetensors can't be read: No such file")
+    refused(r"adapter_model.safetensors is cut short or not a safetensors file")
     file.write_bytes(whole)
     pico_fox(config={"hidden_size": 64}).save_pretrained(tmp_path / "wide")
     config.write_text(json.dumps({**values, "base_model_name_or_path": str(tmp_path / "wide")}))
-    refused("does not fit its base, .*wide")
+    refused("model, on .*wide, can't be opened")
     for damage in ("{", "[]", "{}"):
         config.write_text(damage)
         refused("adapter_config.json is damaged, or names no base")
