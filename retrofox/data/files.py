@@ -18,10 +18,7 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One unit's tokens: file stem, counts and checksum.
-
-    `literals`: special tokens spelled out in the texts. `chat`: KEY.learnt marks the tokens to learn.
-    """
+    """One unit's tokens: file stem, counts and checksum. `chat`: KEY.learnt marks the tokens to learn."""
 
     key: str
     name: str
@@ -30,7 +27,6 @@ class Shard:
     empty: int
     dtype: str
     sha256: str
-    literals: int = 0
     chat: bool = False
 
     def check(self, folder: Path) -> None:
@@ -72,7 +68,8 @@ def is_complete(folder: Path, key: str) -> bool:
 def read_shard(folder: Path, key: str) -> Shard:
     """The shard that KEY.json describes."""
     counts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"]
-    counts.pop("wordless", None)  # shards of earlier versions have it
+    for counted_earlier in ("wordless", "literals"):
+        counts.pop(counted_earlier, None)
     return Shard(**counts)
 
 
