@@ -35,7 +35,7 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
 
     Raises:
         FileNotFoundError: a path that is not there.
-        ValueError: a word without a kind that is no directory.
+        ValueError: a word without a kind that is no directory, or an empty one.
     """
     kinds: dict[str, list[str]] = {}
     given: dict[str, list[str]] = {}
@@ -45,6 +45,8 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
             given.setdefault(kind, []).append(path)
         elif Path(word).is_dir():
             inner = [place for place in sorted(Path(word).iterdir()) if not place.name.startswith((".", "_"))]
+            if not inner:
+                raise ValueError(f"{word} is an empty directory: give one with a file or folder for each kind")
             kinds |= {place.name.split(".")[0]: [str(place)] for place in inner}
         else:
             raise ValueError(

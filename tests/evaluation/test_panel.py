@@ -169,6 +169,9 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypat
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         choose_kinds(["c=nowhere.c"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is an empty directory"):  # not the shipped texts in its place
+        choose_kinds([str(tmp_path / "empty")])
     monkeypatch.setattr(options["tokenizer"], "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         panel(*models, **options, chat=3)
