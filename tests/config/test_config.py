@@ -153,7 +153,7 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
     with pytest.raises(ValueError, match="key 'seed' given twice"):
         load_recipe(recipe_file)
     recipe_file.write_bytes(b"model: \xff")
-    with pytest.raises(ValueError, match=r"recipe\.yaml is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml can.t be read \(it is not UTF-8 text"):
         load_recipe(recipe_file)
     recipe_file.write_text("- a\n")
     with pytest.raises(ValueError, match="mapping"):
