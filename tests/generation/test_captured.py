@@ -16,6 +16,7 @@ from retrofox.acceleration import static_cache as fixed
 from retrofox.generation.generate import generate
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import ids_of
 
 STEP = "the step of a captured graph, uncaptured on a CPU"
 WINDOW: dict[str, Any] = {"family": "mistral", "config": {"sliding_window": 9}, "rope": "keep"}
@@ -30,10 +31,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "horizon and sinks": {"half_life": (2.0, 30.0), "horizon": 3.0, "sink_tokens": 2},
     "no gate": {"gate": "none", "rope": "keep"},
 }
-
-
-def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -68,7 +65,7 @@ def padded(rows: int, length: int, seed: int = 5) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("spec", MODELS)
 def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec):
     """Tokens of a pico model could agree by luck: so do logits, step by step, with padding."""
-    model, ids, mask = pico_fox(**MODELS[spec]), tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    model, ids, mask = pico_fox(**MODELS[spec]), ids_of(2, 50), torch.ones(2, 50, dtype=torch.long)
     mask[1, :7] = 0
     position_ids = (mask.cumsum(1) - 1).clamp_min(0)
     seen = []
@@ -91,16 +88,16 @@ def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu,
 @pytest.mark.parametrize("options", [{"temperature": 1.3}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}], ids=str)
 def test_draws_are_the_same_with_a_seed_and_leave_the_same_state(pico_fox, fixed_on_cpu, options):
     model = pico_fox()
-    ours, theirs = both(fixed_on_cpu, model, tokens(2, 20), do_sample=True, **options)
+    ours, theirs = both(fixed_on_cpu, model, ids_of(2, 20), do_sample=True, **options)
     after = torch.rand(1)
     assert torch.equal(ours, theirs)
     torch.manual_seed(3)
-    model.generate(tokens(2, 20), **OPTIONS | options | {"do_sample": True})
+    model.generate(ids_of(2, 20), **OPTIONS | options | {"do_sample": True})
     assert torch.equal(torch.rand(1), after)
 
 
 def test_processors_and_criteria_see_what_they_would(pico_fox, fixed_on_cpu, pico_tokenizer):
-    model, ids = pico_fox(), tokens(2, 20)
+    model, ids = pico_fox(), ids_of(2, 20)
 
     class Every7(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -122,7 +119,7 @@ def test_processors_and_criteria_see_what_they_would(pico_fox, fixed_on_cpu, pic
 
 
 def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
-    model, ids = pico_fox(), tokens(3, 20)
+    model, ids = pico_fox(), ids_of(3, 20)
     free = model.generate(ids, **OPTIONS)
     for ends in ([int(free[0, 25])], [int(free[0, 30]), int(free[1, 24]), int(free[2, 27])], [int(free[0, 20])]):
         ours, theirs = both(fixed_on_cpu, model, ids, eos_token_id=ends)
@@ -133,7 +130,7 @@ def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
 
 
 def test_a_stream_ends_where_the_first_token_ends_the_text(pico_fox, fixed_on_cpu):
-    model, ids, ended = pico_fox(), tokens(1, 20), []
+    model, ids, ended = pico_fox(), ids_of(1, 20), []
     free = model.generate(ids, **OPTIONS)
     place: Any = SimpleNamespace(put=lambda value: None, end=lambda: ended.append(True))
     for devices in (("cpu",), ()):
@@ -164,7 +161,7 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
     for devices in (("cpu",), ()):
         fixed_on_cpu.setattr(captured, "DEVICES", devices)
         cache: Any = DynamicCache(config=model.config)
-        text = tokens(1, 20)
+        text = ids_of(1, 20)
         for turn in range(3):
             text = model.generate(text, attention_mask=torch.ones_like(text), **{CACHE: cache}, **OPTIONS)
             assert (model.decoded_by == STEP) == bool(devices)
@@ -172,7 +169,7 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
             for layer in cache.layers:
                 window = getattr(layer, "sliding_window", None)
                 assert window is None or layer.keys.shape[2] == window - 1
-            text = torch.cat([text, tokens(1, 5, seed=turn)], 1)
+            text = torch.cat([text, ids_of(1, 5, seed=turn)], 1)
         with torch.no_grad():
             logits = model(text[:, cache.get_seq_length() :], **{CACHE: cache}).logits
         caches.append((text, logits))
@@ -193,23 +190,23 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
 )
 def test_the_reason_is_stated_where_the_step_can_not_serve(pico_fox, fixed_on_cpu, options, why):
     model = pico_fox()
-    model.generate(tokens(1, 20), **OPTIONS | options)
+    model.generate(ids_of(1, 20), **OPTIONS | options)
     assert why in model.decoded_by
 
 
 def test_a_model_that_trains_and_angles_that_depend_on_the_length_take_the_loop(pico_fox, fixed_on_cpu):
     model = pico_fox().train()
-    model.generate(tokens(1, 20), **OPTIONS)
+    model.generate(ids_of(1, 20), **OPTIONS)
     assert "training mode" in model.decoded_by
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 40}
     for rope in ({"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", "factor": 4.0, **factors}):
         model = pico_fox(rope="keep", config={"rope_parameters": {**rope, "rope_theta": 1e4}})
-        model.generate(tokens(1, 20), **OPTIONS)
+        model.generate(ids_of(1, 20), **OPTIONS)
         assert f"depend on the length of the text ({rope['rope_type']})" in model.decoded_by
 
 
 def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
-    model, ids = pico_fox(), tokens(1, 20)
+    model, ids = pico_fox(), ids_of(1, 20)
     cache: Any = DynamicCache(config=model.config)
 
     class Stop:

@@ -17,6 +17,7 @@ from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.model.modeling_fox import CACHE
+from tests.model.conftest import ids_of
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
 
@@ -147,13 +148,6 @@ def test_bad_options_are_refused(opened):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
 
 
-@pytest.mark.parametrize("words", [["generate", "the fox"], ["chat", "--temperature", "0"]])
-def test_a_seed_without_a_draw_is_refused_before_a_model_is_read(words, run, tmp_path):
-    code, _, err = run(words[0], tmp_path, *words[1:], "--seed", 0)
-    assert (code, len(err.strip().splitlines())) == (2, 1)
-    assert "seed 0 has no effect on greedy decoding: give a temperature above 0" in err
-
-
 def test_a_prompt_file_that_is_no_text_is_refused(run, tmp_path):
     latin = tmp_path / "latin"
     latin.write_bytes("caf\xe9 au lait".encode("latin1"))
@@ -262,10 +256,6 @@ def pico(pico_fox, pico_tokenizer) -> LoadedModel:
     return open_model(pico_fox(), tokenizer=pico_tokenizer)
 
 
-def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def after(opened: LoadedModel, cache, ids: torch.Tensor) -> torch.Tensor:
     """Logits of the last 6 tokens of ids (B, T): the cache holds those before."""
     with torch.no_grad():
@@ -289,15 +279,15 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_cache_operations_keep_sums(pico, name):
     argument, change = OPERATIONS[name]
-    ids = tokens(3, 40)
+    ids = ids_of(3, 40)
     kept = ids[:, : 33 if name == "crop" else 40]
     cache = filled(pico, ids)
     getattr(cache, name.replace("mask", "indices"))(argument)
     for step in range(2):  # the second goes on in place
-        kept = torch.cat([kept if step else change(kept), tokens(change(ids).shape[0], 6, seed=step)], 1)
+        kept = torch.cat([kept if step else change(kept), ids_of(change(ids).shape[0], 6, seed=step)], 1)
         torch.testing.assert_close(after(pico, cache, kept), from_scratch(pico, kept), atol=2e-5, rtol=2e-5)
     copied = copy.deepcopy(cache)
-    longer = torch.cat([kept, tokens(kept.shape[0], 6, seed=7)], 1)
+    longer = torch.cat([kept, ids_of(kept.shape[0], 6, seed=7)], 1)
     expected = from_scratch(pico, longer)
     for one in (cache, copied):  # each writes to memory of its own
         torch.testing.assert_close(after(pico, one, longer), expected, atol=2e-5, rtol=2e-5)
@@ -305,7 +295,7 @@ def test_cache_operations_keep_sums(pico, name):
 
 def test_a_cache_is_kept_over_growth_and_modes(pico):
     """Prefilled in chunks, past what was allocated, with and without gradients, in inference mode and out of it."""
-    ids = tokens(2, 400)
+    ids = ids_of(2, 400)
     cache: Any = DynamicCache()
     parts = []
     contexts = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.no_grad]
@@ -321,7 +311,7 @@ def test_a_cache_is_kept_over_growth_and_modes(pico):
 
 
 def test_gradients_reach_through_a_cache(pico):
-    ids, model = tokens(2, 20), pico.model
+    ids, model = ids_of(2, 20), pico.model
     gradients = []
     for cached in (True, False):
         model.zero_grad()
@@ -330,7 +320,7 @@ def test_gradients_reach_through_a_cache(pico):
             parts = [model(input_ids=x, **{CACHE: cache}).logits for x in ids.split(10, 1)]
             logits = torch.cat(parts, 1)
             with torch.no_grad():  # what the backward needs is not written over
-                model(input_ids=tokens(2, 5), **{CACHE: cache})
+                model(input_ids=ids_of(2, 5), **{CACHE: cache})
         else:
             logits = model(input_ids=ids, use_cache=False).logits
         logits[:, 10:].square().mean().backward()
@@ -341,17 +331,17 @@ def test_gradients_reach_through_a_cache(pico):
 
 
 def test_a_decoding_step_copies_nothing_of_the_cache(pico):
-    cache: Any = filled(pico, tokens(2, 100))
+    cache: Any = filled(pico, ids_of(2, 100))
     places = []
     for step in range(3):  # the first may move what is there to where there is room
         with torch.no_grad():
-            pico.model(input_ids=tokens(2, 1, seed=step), **{CACHE: cache})
+            pico.model(input_ids=ids_of(2, 1, seed=step), **{CACHE: cache})
         places.append([x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values, layer.sums)])
     assert places[0] == places[1] == places[2]
 
 
 def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
-    ids = tokens(2, 20)
+    ids = ids_of(2, 20)
     with pytest.raises(ValueError, match="new cache"):
         pico_llama()(input_ids=ids, **{CACHE: filled(pico, ids)})
     foreign = DynamicCache(config=pico.model.config)
@@ -359,7 +349,7 @@ def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
     with pytest.raises(ValueError, match="without forget gates"):
         after(pico, foreign, ids)
     with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        after(pico, filled(pico, ids), tokens(1, 6))
+        after(pico, filled(pico, ids), ids_of(1, 6))
     replaced: Any = filled(pico, ids)
     for layer in replaced.layers:
         layer.keys, layer.values = layer.keys[:, :, :9], layer.values[:, :, :9]

@@ -189,7 +189,7 @@ def families(mesh: Mesh, rows: dict[str, dict[str, Any]]) -> None:
             found = inner(
                 input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False, shards=shards
             ).last_hidden_state
-        tell(f"family {label}", error=difference(found, wanted))
+        tell(f"family {mesh.degrees} {label}", error=difference(found, wanted))
 
 
 def begin() -> list[Mesh]:
@@ -212,7 +212,8 @@ def main() -> None:
             for documents in (None, PACKED):
                 training(meshes, name, documents)
         training(meshes, "pro parts, sinks, log-n", WHOLE, skip=1000)
-        families(meshes[0], json.loads(sys.argv[1]))
+        for mesh in meshes:
+            families(mesh, json.loads(sys.argv[1]))
     else:
         training(meshes, "pro parts, sinks, log-n", PACKED)
         training(meshes, "windows and caps", PACKED)

@@ -64,5 +64,5 @@ def test_positions_that_skip_reach_the_processes(two, four):
 
 def test_every_family_shares_rows(two):
     found = of(two, "family")
-    assert len(found) == len(ROWS)
+    assert len(found) == 2 * len(ROWS)
     assert {name: f["error"] for name, f in found.items() if not f["error"] < ROUNDING} == {}
