@@ -93,7 +93,7 @@ def _lines(errors: Sequence[Any]) -> list[str]:
 
 def _explain(item: Any) -> tuple[str, str]:
     """One pydantic error as the key of the recipe and a sentence: what was given, what is allowed."""
-    place, section, siblings = _trace(item["loc"])
+    place, section = _trace(item["loc"])
     kind, given, context = item["type"], item["input"], item.get("ctx", {})
     shown = _shown(given)
     if kind == "union_tag_not_found":
@@ -106,7 +106,7 @@ def _explain(item: Any) -> tuple[str, str]:
         return key, "required key is missing"
     if kind == "extra_forbidden":
         known = list(section.model_fields)
-        hint = section.hints.get(place[-1]) or _owners(place[-1], siblings) or _did_you_mean(place[-1], known)
+        hint = section.hints.get(place[-1]) or _did_you_mean(place[-1], known)
         hint = "is no more: remove it" if place[-1] in section.gone else hint
         return key, f"unknown key, given {shown}{hint and f' ({hint})'}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
@@ -122,24 +122,13 @@ def _did_you_mean(given: object, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-def _owners(name: str, kinds: list[type[Section]]) -> str:
-    """Which objectives' stages take a key: "belongs to objective distill"."""
-    owners = [tag for kind in kinds if name in kind.model_fields for tag in _objectives(kind)]
-    return f"belongs to objective {' and '.join(owners)}: remove it" if owners else ""
-
-
-def _objectives(kind: type[Section]) -> tuple[str, ...]:
-    return get_args(kind.model_fields["objective"].annotation)
-
-
-def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], list[type[Section]]]:
-    """The keys on the way to an error, its section, and all kinds of that section where there are several."""
+def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section]]:
+    """The keys on the way to an error, and its section."""
     place: list[str] = []
     kinds: list[type[Section]] = [Recipe]
-    siblings: list[type[Section]] = []
     for part in loc:
         if len(kinds) > 1 and isinstance(part, str):  # the kind of a section, which pydantic puts into the place
-            siblings, kinds = kinds, [kind for kind in kinds if part in _objectives(kind)]
+            kinds = [kind for kind in kinds if part in get_args(kind.model_fields["objective"].annotation)]
             continue
         if part in _UNION_MEMBERS or "[" in str(part):
             continue
@@ -149,8 +138,8 @@ def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], list[type[Sect
             and part in kinds[0].model_fields
             and (sections := _sections(kinds[0].model_fields[part].annotation))
         ):
-            kinds, siblings = sections, []
-    return place, kinds[0], siblings
+            kinds = sections
+    return place, kinds[0]
 
 
 def _sections(annotation: Any) -> list[type[Section]]:

@@ -38,7 +38,7 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    gone: ClassVar[dict[str, Any]] = {"teacher": "auto", "gate_delay_tokens": 0}
+    gone: ClassVar[dict[str, Any]] = {"teacher": "auto", "gate_delay_tokens": 0, "anneal": True}
     trains_pretrained: ClassVar[bool] = True
     """Whether a stage trains the pretrained parts unless its rates say otherwise."""
     without: ClassVar[tuple[str, ...]] = ()
@@ -67,9 +67,6 @@ class Stage(Section):
     warmup_tokens: Count = 0
     decay_tokens: Positive | None = Field(default=None, description="wsd: tokens of the final decay; None = a fifth")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    anneal: bool = Field(
-        default=True, description="whether this stage moves the annealing of a model with rope: anneal"
-    )
     cross_entropy: Literal["auto", "chunked", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
         default="none", description="none, full, or n: every n-th layer is recomputed"

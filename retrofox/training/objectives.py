@@ -229,9 +229,6 @@ def trained_form(model: Any, stage: Stage) -> contextlib.AbstractContextManager[
     return original_form(model) if stage.objective == "adapt" else contextlib.nullcontext()
 
 
-OBJECTIVES: dict[str, Any] = {"adapt": Extend, "extend": Extend, "distill": Distill, "align": Align}
-
-
 def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any = None) -> Any:
     """The objective of a stage for a model, on a device.
 
@@ -241,6 +238,8 @@ def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any
     Raises:
         ValueError: a cross-entropy that can't run here.
     """
-    if stage.objective in ("adapt", "extend"):
-        return Extend(model, stage, device)
-    return OBJECTIVES[stage.objective](model, stage, device, teacher)
+    if isinstance(stage, DistillStage):
+        return Distill(model, stage, device, teacher)
+    if stage.objective == "align":
+        return Align(model, stage, device, teacher)
+    return Extend(model, stage, device)

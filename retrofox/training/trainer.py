@@ -71,8 +71,9 @@ class FoxTrainer(Trainer):
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
             self.add_callback(GatePressure(lm, stage, self.batch_tokens, args.world_size, args.device))
         fox = getattr(lm.config, "fox", None)
-        anneals = stage.anneal and stage.objective != "adapt"
-        if anneals and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
+        if (
+            stage.objective != "adapt" and fox is not None and fox["rope"] == "anneal"
+        ):  # last: it asks whether others want a save
             self.add_callback(Anneal(lm, fox["annealed_tokens"], self.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())

@@ -127,7 +127,7 @@ def test_frozen_originals_stay_their_own_teachers(values, tmp_path):
             {"stages": [{**ADAPT, "rates": {"gate_bias": 1e-3}}, LATER[1]]},
             "rates.gate_bias must be 0 or left out: adapt",
         ),
-        ({"stages": [{**ADAPT, "ce_weight": 0.5}, LATER[1]]}, "belongs to objective distill"),
+        ({"stages": [{**ADAPT, "ce_weight": 0.5}, LATER[1]]}, "ce_weight: unknown key"),
         ({"lora": {"rank": 2}, "stages": [ADAPT, LATER[1]]}, "freezes what adapt trains"),
     ],
 )

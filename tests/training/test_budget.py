@@ -154,7 +154,7 @@ def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch)
     [
         ("stages.0.budget={share: 1.5}", "less than 1"),
         ("stages.0.budget={shar: 0.5}", "did you mean 'share'"),
-        ("stages.0.objective=adapt", "belongs to objective distill and extend"),
+        ("stages.0.objective=adapt", "budget: unknown key"),
     ],
 )
 def test_a_budget_that_can_not_be_meant_is_refused(recipe, change, said):

@@ -14,7 +14,7 @@ from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.training.measure import measure_steps
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import Extend
 from retrofox.training.optimizer_state import offloaded
 from retrofox.training.param_groups import set_trainable
 
@@ -44,7 +44,7 @@ def step(model, tokens, **switches):
     stage = stage_of({"objective": "extend", "tokens": tokens, "sequence_length": tokens, **switches})
     save_memory(model, stage)
     model.zero_grad(set_to_none=True)
-    objective = OBJECTIVES["extend"](model, stage, torch.device("cuda"))
+    objective = Extend(model, stage, torch.device("cuda"))
     ids = torch.randint(0, 280, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
     gc.collect()
     torch.cuda.empty_cache()

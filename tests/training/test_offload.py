@@ -10,7 +10,7 @@ import torch
 from retrofox.anatomy import decoder_layers
 from retrofox.config import stage_of
 from retrofox.training.model_tweaks import recompute, save_memory
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import stage_objective
 from retrofox.training.offload import Offload
 
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40, "gradient_checkpointing": "full"}
@@ -31,7 +31,7 @@ def loss_of(model, objective="extend"):
         "targets": ids,
     }
     stage = stage_of({**STAGE, "objective": objective})
-    return OBJECTIVES[objective](model, stage, torch.device("cpu"))(model, batch)[0]
+    return stage_objective(model, stage, torch.device("cpu"))(model, batch)[0]
 
 
 def gradients(model, objective="extend"):

@@ -127,20 +127,6 @@ def test_a_package_that_is_not_installed_is_named(recipe, monkeypatch, change, p
     assert f"needs the package {package}: pip install" in refusal
 
 
-@pytest.mark.parametrize(
-    "fox",
-    [
-        "{rope: keep, gate: none}",
-        "{rope: interpolate}",
-        "{rope: partial, max_wavelength: 40}",
-        "{rope: anneal, anneal_to: drop, anneal_tokens: 100}",
-        "{rope: drop, log_n: 64}",
-    ],
-)
-def test_positions_may_skip_where_anything_depends_on_them(recipe, fox):
-    assert check_here(load_recipe(recipe, [*SKIPS, f"fox={fox}"])) == []
-
-
 @pytest.mark.parametrize("broken", [b" \n", b"\xff\xfe\xfd" * 99])
 def test_texts_that_cannot_be_read_leave_no_output(recipe, tmp_path, broken):
     (tmp_path / "text.txt").write_bytes(broken)
