@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from retrofox.config import Source
-from retrofox.data.backend import backend
+from retrofox.data.backend import backend, special_literals
 from retrofox.data.chat import ChatEncoder
 from retrofox.data.read import Record
 from retrofox.data.synthetic_facts import with_facts
@@ -40,10 +40,12 @@ class Encoded(NamedTuple):
     """Tokens of a document, none where it holds no text, or nothing that the assistant says.
 
     `learnt`: of a conversation, 1 at the tokens that the assistant wrote, uint8.
+    `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the text.
     """
 
     tokens: np.ndarray
     learnt: np.ndarray | None = None
+    literals: int = 0
 
 
 class Encoder:
@@ -55,6 +57,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, reading: Reading | None = None):
         self.reading = reading or Reading()
+        self.literal = special_literals(tokenizer)
         self.eos = tokenizer.eos_token_id
         self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
         self.tokenizer = tokenizer
@@ -75,7 +78,7 @@ class Encoder:
         filled = [number for number, text in enumerate(texts) if text.strip()]
         found = [Encoded(np.empty(0, dtype=self.dtype))] * len(texts)
         for number, tokens in zip(filled, self.encode([self._with_facts(texts[n]) for n in filled]), strict=True):
-            found[number] = Encoded(tokens)
+            found[number] = Encoded(tokens, literals=self._literals(texts[number]))
         return found
 
     def _with_facts(self, text: str) -> str:
@@ -86,7 +89,12 @@ class Encoder:
         ids, learnt = chat(record.value, record.name) if record.value else ([], [])
         if not any(learnt):
             ids, learnt = [], []
-        return Encoded(np.array(ids, dtype=self.dtype), np.array(learnt, dtype=np.uint8))
+        literals = sum(self._literals(str(message["content"])) for message in record.value)
+        return Encoded(np.array(ids, dtype=self.dtype), np.array(learnt, dtype=np.uint8), literals)
+
+    def _literals(self, text: str) -> int:
+        """How many special tokens are spelled out in a text."""
+        return len(self.literal.findall(text))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""

@@ -18,7 +18,10 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One unit's tokens: file stem, counts and checksum. `chat`: KEY.learnt marks the tokens to learn."""
+    """One unit's tokens: file stem, counts and checksum.
+
+    `literals`: special tokens spelled out in the texts. `chat`: KEY.learnt marks the tokens to learn.
+    """
 
     key: str
     name: str
@@ -27,6 +30,7 @@ class Shard:
     empty: int
     dtype: str
     sha256: str
+    literals: int = 0
     chat: bool = False
 
     def check(self, folder: Path) -> None:
@@ -68,8 +72,7 @@ def is_complete(folder: Path, key: str) -> bool:
 def read_shard(folder: Path, key: str) -> Shard:
     """The shard that KEY.json describes."""
     counts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"]
-    for counted_earlier in ("wordless", "literals"):
-        counts.pop(counted_earlier, None)
+    counts.pop("wordless", None)  # shards of earlier versions have it
     return Shard(**counts)
 
 

@@ -93,13 +93,14 @@ class _ShardWriter:
         self.digest = hashlib.sha256()
         self.lengths: list[int] = []
         self.learnt: list[np.ndarray] = []
-        self.empty = 0
+        self.empty, self.literals = 0, 0
         self.files = contextlib.ExitStack()
         self.tokens = self.files.enter_context(temporary(folder, f"{self.key}.tokens"))
         self.stream = self.files.enter_context(self.tokens.open("wb"))
 
     def add(self, document: Encoded) -> None:
         """Appends a document; one without tokens is counted, not kept."""
+        self.literals += document.literals
         if not len(document.tokens):
             self.empty += 1
             return
@@ -131,6 +132,7 @@ class _ShardWriter:
                 empty=self.empty,
                 dtype=self.dtype.str,
                 sha256=self.digest.hexdigest(),
+                literals=self.literals,
                 chat=bool(self.learnt),
             ),
         )

@@ -133,6 +133,7 @@ def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
     )
     report = prepare(recipe, progress=False)
     assert report["train"]["documents"] == 2
+    assert report["train"]["sources"][0]["special_tokens_spelled_out"] == 1
     assert report["train"]["sources"][0]["tokens"] == len(expected("the fox</s> forgets", tokenizer))
     assert report["eval"]["tokens"] == len(expected(texts[2].read_text(), tokenizer))
     assert 0 < report["train"]["windows"]["32"]["fill"] <= 1

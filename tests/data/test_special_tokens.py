@@ -1,4 +1,4 @@
-"""Special tokens spelled out in a text are plain text, or tokens where that is asked for."""
+"""Special tokens spelled out in a text are plain text, or tokens where that is asked for; how many is said."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def test_special_tokens_in_a_text_become_tokens_where_asked_for(file, tokenizer,
     ids = document(file, tokenizer, tmp_path / "out", progress=False, split_special_tokens=False)
     assert ids == tokenizer(TEXT)["input_ids"]
     assert [token for token in ids if token in SPECIAL] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("split", "read"), [(True, "plain text"), (False, "these tokens")])
+def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards(
+    file, tokenizer, tmp_path, capsys, split, read
+):
+    for _ in range(2):
+        document(file, tokenizer, tmp_path / "out", split_special_tokens=split)
+        assert f"a.txt: its texts spell out special tokens, such as </s>, 3 times: read as {read}" in (
+            capsys.readouterr().err
+        )
