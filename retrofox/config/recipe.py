@@ -109,6 +109,12 @@ class LoraConfig(Section):
         "use_dora": "did you mean dora?",
         "load_in_4bit": "did you mean quantize: nf4?",
         "modules_to_save": "gates and Pro parts are trained and saved in full without it",
+        "bias": "biases stay as they are beside adapters",
+        "use_rslora": "the scale is alpha / rank: for rsLoRA's set alpha to alpha * sqrt(rank)",
+        **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"), "targets names the modules"),
+        **dict.fromkeys(("rank_pattern", "alpha_pattern"), "rank and alpha are the same for all modules"),
+        **dict.fromkeys(("task_type", "peft_type"), "it is LoRA of a causal language model"),
+        "init_lora_weights": "B starts as 0, A as PEFT has it",
     }
 
     rank: int = Field(default=16, ge=1)

@@ -162,7 +162,9 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
         load_recipe(tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize("key", ["r", "lora_alpha", "target_modules", "lora_dropout", "use_dora", "modules_to_save"])
+@pytest.mark.parametrize(
+    "key", ["r", "lora_alpha", "target_modules", "lora_dropout", "use_dora", "modules_to_save", "bias", "use_rslora"]
+)
 def test_every_key_of_a_peft_config_has_a_hint(key, recipe_file):
     with pytest.raises(ValueError, match=rf"lora\.{key}: unknown key, given 1 \(.+\)\. Known"):
         load_recipe(recipe_file, [f"lora.{key}=1"])
