@@ -44,7 +44,7 @@ from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import Extend
 
 PICO: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -301,7 +301,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
     split = degrees(bench.context, bench.shape["num_key_value_heads"])
     mesh, model = bench.mesh(split), model_of(bench, case, length)
     stage = stage_of({"objective": "extend", "tokens": length, "sequence_length": length})
-    step = Step(model, OBJECTIVES["extend"](model, stage, bench.device), bench.cuda)
+    step = Step(model, Extend(model, stage, bench.device), bench.cuda)
     whole = batch_of(bench, case, length)
     part = cut(whole, split, mesh.rank)
     ready: dict[str, Any] = {k: v.to(bench.device) for k, v in part.items() if isinstance(v, torch.Tensor)}

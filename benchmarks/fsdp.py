@@ -43,7 +43,7 @@ import retrofox
 from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import Extend
 from retrofox.training.param_groups import parameter_groups, set_trainable
 from retrofox.training.sharding import UNIT, shard, shard_new_modules, step_locally
 
@@ -80,7 +80,7 @@ class Cell:
             lower_precision_stream(model, torch.bfloat16)
             fuse_norms(model)
         recompute(model, options.recompute)
-        objective, sharded = OBJECTIVES["extend"](model, stage, self.device), variant not in ("alone", "ddp")
+        objective, sharded = Extend(model, stage, self.device), variant not in ("alone", "ddp")
         own = torch.autocast("cuda", torch.bfloat16) if self.cuda and not sharded else nullcontext()
 
         def forward(module: Any, **batch: Any) -> torch.Tensor:

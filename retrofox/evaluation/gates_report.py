@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from rich.console import Console
 
-from retrofox.support.plots import STYLE, new_figure, save_figure, titles, tokens_label
+from retrofox.support.plots import half_life_figure, save_figure, tokens_label
 from retrofox.support.report import print_table
 
 LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
@@ -59,29 +55,15 @@ def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """The half-life of every head as a heat map, layers across, from what gates.json holds.
-
-    Colours are logarithmic and end at 128 times the trained length; layers without gates are blank.
-    """
-    ceiling = 128 * result["trained_length"]
-    layers, heads = len(result["layers"]), 1 + max(h["head"] for h in result["heads"])
-    grid = np.full((heads, layers), np.nan)
-    for head in result["heads"]:
-        life = math.inf if head["half_life"] is None else head["half_life"]
-        grid[head["head"], head["layer"]] = min(life, ceiling)
-    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        drawn = new_figure(max(6.0, 0.25 * layers + 3.0), max(3.0, 0.2 * heads + 1.6))
-        axes = drawn.subplots()
-        image = axes.imshow(grid, norm=LogNorm(), cmap="cividis", aspect="auto", interpolation="nearest")
-        bar = drawn.colorbar(image, label="Half-life (tokens)")
-        bar.ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_label(value)))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-        for axis, label in ((axes.xaxis, "Layer"), (axes.yaxis, "Head")):
-            axis.set_major_locator(MaxNLocator(integer=True))
-            axis.set_label_text(label)
-        titles(axes, "Half-lives of the forget gates", _source(result))
-    return drawn
+    """The half-life of every head, from what gates.json holds."""
+    by_layer = [
+        [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
+        for n in range(len(result["layers"]))
+    ]
+    trained = result["trained_length"]
+    return half_life_figure(
+        by_layer, local_below=trained / 16, global_from=trained, ceiling=trained * 128, subtitle=_source(result)
+    )
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:

@@ -1,17 +1,18 @@
-"""Figures: per-token loss and needle retrieval; each as PNG and SVG."""
+"""Figures: per-token loss, needle retrieval, half-lives; each as PNG and SVG with the numbers drawn as CSV."""
 
 from __future__ import annotations
 
+import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from retrofox.support.files import write_result
 
@@ -84,7 +85,7 @@ def loss_figure(
         below.xaxis.set_minor_formatter(NullFormatter())
         below.set_xlabel("Position i in the document (tokens, log scale)")
         panels[0].set_ylabel("Loss L(i) (nats per token)")
-        titles(panels[0], "Per-token loss", subtitle)
+        _titles(panels[0], "Per-token loss", subtitle)
         panels[0].legend(loc="best", fontsize=10, handlelength=2.6)
     return figure
 
@@ -119,7 +120,53 @@ def needle_figure(
         axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if 0 < inside < len(lengths) else ""))
         axes.set_ylabel("Depth of the needle")
         figure.colorbar(image, ax=axes, pad=0.02, label="Needles found", format=PercentFormatter(1.0, 0))
-        titles(axes, title, subtitle)
+        _titles(axes, title, subtitle)
+    return figure
+
+
+def half_life_figure(
+    half_lives: Sequence[Sequence[float]],
+    *,
+    local_below: float,
+    global_from: float,
+    ceiling: float,
+    subtitle: str = "",
+) -> Figure:
+    """Half-life of every head, layer by layer, on a log axis, with lines at the bounds of local and global heads.
+
+    Args:
+        half_lives: per layer, one half-life in tokens per head; values over `ceiling` (and inf, a gate that never
+            forgets) are drawn at the ceiling as triangles.
+    """
+    marks = [
+        (layer + 0.5 * (head + 1) / (len(heads) + 1) - 0.25, value)
+        for layer, heads in enumerate(half_lives)
+        for head, value in enumerate(heads)
+    ]
+    closed, never = ([mark for mark in marks if (mark[1] > ceiling) == beyond] for beyond in (False, True))
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(max(7.0, 0.25 * len(half_lives) + 3.0), 4.6)
+        axes = figure.subplots()
+        place, values = zip(*closed, strict=True) if closed else ((), ())
+        axes.scatter(place, values, s=20, color=COLOURS[0], linewidths=0, alpha=0.85, label=f"a head ({len(closed)})")
+        if never:
+            label = f"over {tokens_label(ceiling)} ({len(never)})"
+            at_the_top = [ceiling] * len(never)
+            axes.scatter([x for x, _ in never], at_the_top, s=26, color="black", marker="^", label=label)
+        layers = [layer for layer, heads in enumerate(half_lives) if len(heads)]
+        medians = [float(np.median(np.minimum(half_lives[n], ceiling))) for n in layers]
+        axes.plot(layers, medians, color="black", lw=1.2, alpha=0.7)
+        axes.set_yscale("log", base=2)
+        for level, name in ((local_below, "local below"), (global_from, "global from")):
+            axes.axhline(level, color=COLOURS[1], lw=0.8, ls=(0, (4, 3)), label=f"{name} {tokens_label(level)}")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlim(-0.6, len(half_lives) - 0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("Layer (heads side by side; line: median)")
+        axes.set_ylabel("Half-life (tokens, log scale)")
+        _titles(axes, "Half-lives of the forget gates", subtitle)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=10, borderaxespad=0.2)
     return figure
 
 
@@ -137,6 +184,15 @@ def svg(figure: Figure) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def save_csv(path: str | os.PathLike, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Writes a CSV file, whole or not at all; None becomes an empty field."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
+    return write_result(path, text.getvalue().encode())
 
 
 def tokens_label(value: float) -> str:
@@ -159,8 +215,7 @@ def legend_label(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
-def titles(axes: Any, title: str, subtitle: str) -> None:
-    """A bold title, and a small grey line below it."""
+def _titles(axes: Any, title: str, subtitle: str) -> None:
     axes.set_title(title, fontweight="bold", pad=20 if subtitle else 8)
     style = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "color": "#555555"}
     axes.annotate(subtitle, (0, 1), xytext=(0, 5), va="bottom", **style)

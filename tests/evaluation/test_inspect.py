@@ -7,13 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from retrofox.anatomy import attentions, set_annealed_tokens
 from retrofox.evaluation.gates import inspect
-from retrofox.evaluation.gates_report import figure
 
 TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
 
@@ -121,13 +119,6 @@ def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
     assert 0 < row["ops"] < 1
     assert json.loads((tmp_path / "gates.json").read_text()) == json.loads(json.dumps(result))
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_figure_has_every_head_in_its_place_and_none_beyond_the_ceiling():
-    lives = {(0, 0): 10.0, (0, 1): 300.0, (2, 0): 5000.0, (2, 1): None}  # layer 1 has no gates
-    heads = [{"layer": layer, "head": head, "half_life": life} for (layer, head), life in lives.items()]
-    drawn: Any = figure({"trained_length": 64, "layers": [{}] * 3, "heads": heads, "tokens": 0}).axes[0].images[0]
-    assert np.ma.filled(drawn.get_array(), -1).tolist() == [[10, -1, 5000], [300, -1, 8192]]
 
 
 def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, tmp_path):

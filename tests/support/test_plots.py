@@ -10,8 +10,10 @@ import pytest
 from retrofox.support.files import write_result
 from retrofox.support.plots import (
     COLOURS,
+    half_life_figure,
     loss_figure,
     needle_figure,
+    save_csv,
     save_figure,
     tokens_label,
 )
@@ -83,6 +85,12 @@ def test_needle_figure_shows_every_cell():
     assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1k", "8k"]
 
 
+def test_half_life_figure_counts_heads_that_never_forget():
+    figure = half_life_figure([[10.0, 300.0], [5000.0, np.inf]], local_below=64, global_from=1024, ceiling=2**20)
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert labels == ["a head (3)", "over 1M (1)", "local below 64", "global from 1k"]
+
+
 def test_the_same_numbers_give_the_same_files(tmp_path):
     first, second = (
         [
@@ -95,14 +103,15 @@ def test_the_same_numbers_give_the_same_files(tmp_path):
 
 
 def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    write_result(path, b"old")
+    path = tmp_path / "results.csv"
+    save_csv(path, ["a", "b"], [[1, None]])
+    assert path.read_text() == "a,b\n1,\n"
     assert path.stat().st_mode & 0o444 == 0o444
     monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("disk is gone")))
-    with pytest.raises(ValueError, match=r"can't write .*results.json: disk is gone; free some disk space"):
+    with pytest.raises(ValueError, match=r"can't write .*results.csv: disk is gone; free some disk space"):
         write_result(path, b"new")
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.csv"]
+    assert path.read_text() == "a,b\n1,\n"
 
 
 def test_token_counts_are_labelled_as_context_lengths_are_named():

@@ -15,7 +15,7 @@ from retrofox.anatomy import decoder_layers
 from retrofox.config import LoraConfig, stage_of
 from retrofox.training.lora import add_adapters
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import Extend
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens
 
 PICO = {
@@ -49,7 +49,7 @@ def gradients(model, autocast=False, **switches):
     model.train().zero_grad(set_to_none=True)
     torch.manual_seed(5)  # for dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = OBJECTIVES["extend"](model, stage, torch.device("cpu"))(model, batch(rows=2))[0]
+        loss = Extend(model, stage, torch.device("cpu"))(model, batch(rows=2))[0]
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     save_memory(model, stage_of(STAGE))
@@ -144,7 +144,7 @@ def test_only_the_input_is_kept(pico_fox):
             return x
 
         save_memory(model, stage_of({**STAGE, "tiled_mlp": tile}))
-        objective = OBJECTIVES["extend"](model, stage_of(STAGE), torch.device("cpu"))
+        objective = Extend(model, stage_of(STAGE), torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             objective(model, batch())
         assert any(len(shape) == 3 and shape[-1] == 48 for shape in kept) == wide
