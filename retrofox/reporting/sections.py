@@ -164,7 +164,7 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
 
 @dataclass
 class Kept:
-    """Finished parts in OUT/parts, one folder each, whose part.json says what they are the result of."""
+    """Finished parts in OUT/parts, one folder each, whose part.json names the model, data and options behind it."""
 
     folder: Path
     asked: Asked
