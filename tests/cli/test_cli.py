@@ -74,16 +74,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
 
 def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     options = (
-        "--rope anneal --anneal-to drop --anneal-tokens 1000 --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
+        "--rope anneal --anneal-to drop --anneal-tokens 256Mi --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
     )
-    options += ' --layer-max-wavelength {"0":.inf} --gate bias --init slopes --half-life 4 8 --dry-run --json'
+    options += ' --layer-max-wavelength {"0":.inf} --gate bias --init slopes --half-life 4 1Ki --dry-run --json'
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
     spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
     given = {
         "rope": "anneal",
         "anneal_to": "drop",
-        "anneal_tokens": 1000,
+        "anneal_tokens": 2**28,
         "horizon": 9.0,
         "sink_tokens": 2,
         "log_n": 128,
@@ -91,7 +91,7 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     assert given.items() <= spec.items()
     assert spec["pro"] == ["k-shift"]
     assert spec["layer_max_wavelength"] == {"0": 1e12}
-    assert spec["half_life"] == [4.0, 8.0]
+    assert spec["half_life"] == [4.0, 1024.0]
 
 
 def test_changes_as_recipes_have_them_and_options_mean_the_same(run, source, tmp_path):
@@ -150,24 +150,6 @@ def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
     assert slopes.tolist() == pytest.approx([2**-4, 2**-8], rel=1e-5)  # 2^(-8h/H), H = 2
 
 
-def test_token_options_take_suffixes(run, source, tmp_path):
-    options = '--rope anneal --anneal-tokens 256Mi --layer-max-wavelength {"0":1Ki} --dry-run --json'
-    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
-    assert code == 0
-    spec = json.loads(out)["spec"]
-    assert (spec["anneal_tokens"], spec["layer_max_wavelength"]) == (2**28, {"0": 1024.0})
-    for arguments in (
-        ("eval", source, "--data", "x.txt", "--length", "4KB"),
-        ("inspect", source, "--length", "4KB"),
-        ("generate", source, "hi", "--max-new-tokens", "4KB"),
-        ("needle", source, "--data", "x.txt", "--lengths", "1Ki,4KB"),
-    ):
-        code, _, err = run(*arguments)
-        assert code == 2
-        assert "Ki, Mi, Gi: of 1024" in " ".join(err.replace("│", " ").split()), arguments
-        assert "4KB" in err
-
-
 def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
     code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--horizon", 16)
     assert code == 0
@@ -185,23 +167,6 @@ def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["cut"]
 
 
-def test_a_dry_run_says_how_measured_gates_will_start(run, source, tmp_path):
-    (tmp_path / "text.txt").write_text("The fox forgets. " * 50)
-    options = ["--init", "measured", "--open-heads", "1", "--texts", tmp_path / "text.txt"]
-    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", *options)
-    assert code == 0
-    shown = " ".join(out.replace("│", " ").split())
-    assert "tokens at first, by measured attention distance; 1 kv heads start open" in shown
-
-
-def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
-    code, out, _ = run("convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop")
-    report = json.loads(out)
-    assert code == 0
-    assert report["parity"] == "skipped (--no-verify)"
-    assert report["plan"]["rotary_pairs_kept"] == [0]
-
-
 @pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 0.01 1e12", "--pro qk-norm,qk-norm"])
 def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
     arguments = ["convert", source, tmp_path / "out", "--no-verify", "--json", *options.split()]
@@ -215,16 +180,12 @@ def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
 BAD = {
     "--preset fox-por": "preset must be one of fox-stretch, fox-llama, fox-pro, transformer-llama",
     "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
-    "--rope keeep": "rope must be one of interpolate, keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
-    "--half-life 100 10": "0.01 <= shortest <= longest",
     "--half-life 1e-9 1e300": "0.01 <= shortest <= longest <= 1e12",
-    "--half-life 5": "--half-life",
     "--half-life a 4KB": "half_life takes two numbers of tokens",
     "--rope drop --max-wavelength 100": "max_wavelength: rope drop leaves it without effect",
     "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "anneal_to drop leaves it without effect",
     "--rope anneal": "anneal_tokens > 0",
     "--init open --half-life 8 64": "half_life: init open leaves it without effect",
-    "--gate none --horizon 16": "horizon: gate none leaves it without effect",
     "--horizon 1e300": "horizon must be the nats",
     "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",
     '--layer-max-wavelength {"7":5}': "layer_max_wavelength names layers [7]; the model has 0..0",
@@ -232,8 +193,6 @@ BAD = {
     "--init measured": "--texts FILES",
     "--open-heads 3": "open_heads takes [[layer, kv head], ...], or with init measured a number",
     "--revision main": "belongs to a Hub id",
-    "--bogus": "--bogus",
-    "fox.rop=drop": "(did you mean 'rope'?)",
     "stages.0.tokens=5": "convert takes changes of fox, such as fox.horizon=16",
 }
 
@@ -254,6 +213,9 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "plan no-such-recipe": "none of this name ships",
         "plan {r} model=3": "r.yaml: model: input should be a valid string",
         "needle {base} --data x.txt --lengths abc": "lengths must be whole numbers",
+        "needle {base} --data x.txt --lengths 1Ki,4KB": "Ki, Mi, Gi: of 1024",
+        "eval {base} --data x.txt --length 4KB": "Ki, Mi, Gi: of 1024",
+        "inspect {base} --length 4KB": "Ki, Mi, Gi: of 1024",
         "needle {base} --data x.txt --trials 0": "--trials",
         "needle {base} --data x.txt --mode hard": "mode must be one of easy, standard, or all",
         "needle {base} --data absent.txt": "no data at absent.txt",
@@ -328,11 +290,8 @@ def test_names_in_brackets_are_shown_as_they_are(run, source, tmp_path):
     "values",
     [
         {"num_attention_heads": 3},
-        {"num_attention_heads": 0},
         {"hidden_size": "16"},
-        {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        {"dtype": "bogus"},
         {"is_causal": False},
         {"pad_token_id": 100_000},
     ],
@@ -346,14 +305,6 @@ def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
     assert code == 2
     assert any(t in err for t in ("can't be opened in transformers", "gates need a causal model", "belongs"))
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
-
-
-def test_unknown_recipe_key_names_the_nearest(run, tmp_path):
-    (tmp_path / "r.yaml").write_text("modle: x\noutput: y\ndata: {train: [z]}\nstages: []\n")
-    code, _, err = run("config", "show", tmp_path / "r.yaml")
-    assert code == 2
-    assert "modle" in err
-    assert "model" in err
 
 
 def test_config_schema_is_json_schema(run):
@@ -400,18 +351,13 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
     assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("own", "name", "value"),
-    [
-        ({"WORLD_SIZE": "2"}, "TORCH_CPP_LOG_LEVEL", "ERROR"),
-        ({}, "TORCH_CPP_LOG_LEVEL", None),
-    ],
-)
-def test_what_torch_reads_as_it_loads_is_set_before(own, name, value):
+@pytest.mark.parametrize(("own", "value"), [({"WORLD_SIZE": "2"}, "ERROR"), ({}, None)])
+def test_what_torch_reads_as_it_loads_is_set_before(own, value):
     """Where the process that holds torch's store is lost, each of the others would print a C++ stack trace."""
     program = (
         "import os, sys\nfrom retrofox.cli import app\nsys.argv = ['retrofox', '--version']\n"
-        f"try:\n    app.main()\nexcept SystemExit:\n    print('torch' in sys.modules, os.environ.get({name!r}))"
+        "try:\n    app.main()\nexcept SystemExit: "
+        "print('torch' in sys.modules, os.environ.get('TORCH_CPP_LOG_LEVEL'))"
     )
     ours = ("TORCH_CPP_LOG_LEVEL", "WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in ours}

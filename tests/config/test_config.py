@@ -80,28 +80,18 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("modle=x", ["modle", "did you mean 'model'"]),
         ("data.train.0.pth=x", ["which has no 'pth'", "data.train.0"]),
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
-        ("fox.half_life=5", ["fox", "half_life takes two numbers"]),
         ("fox=3", ["fox: the fox section must be a mapping", "got a int"]),
-        ("lora={targets: []}", ["lora.targets", "at least 1 item"]),
         (
             "stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}",
             ["rates.rest must be 0"],
         ),
-        ("stages.0.objective=aline", ["'aline'", "'align'"]),
-        ("stages.0.tokens=2e15", ["stages.0.tokens", "less than or equal"]),
         ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
-        ("stages.0.tokens=1.5", ["stages.0.tokens: given 1.5", "whole"]),
-        ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature: unknown key, given 2"]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
         (
             "data.train=[{path: a, reflow: 0.25}]",
             ["reflow: unknown key, given 0.25 (is no more: remove"],
-        ),
-        (
-            "stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: liger}",
-            ["allowed 'auto' or"],
         ),
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
@@ -117,9 +107,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["stages is [{", "which has no '1'"]),
-        ("stages.².tokens=5", ["which has no '²'"]),
         ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a finite number of tokens", "'soon'"]),
-        ("model.x=1", ["model is 'base', which has no 'x'"]),
         ("seed", ["a.b=c"]),
         ("seed=[", ["not valid YAML"]),
     ],
@@ -225,7 +213,7 @@ def test_a_preset_in_a_recipe_is_written_out_in_full(recipe_file):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_shipped_recipes_parse_and_are_short(path):
+def test_shipped_recipes_parse_are_short_and_say_what_was_measured_on_what(path):
     recipe = load_recipe(path)
     text = path.read_text()
     assert isinstance(recipe, Recipe)
@@ -233,11 +221,6 @@ def test_shipped_recipes_parse_and_are_short(path):
     assert text.startswith("#")
     for word in ("hardware", "tokens", "time", "result"):
         assert word in text.lower()
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_shipped_recipes_name_public_data_and_say_what_was_measured_on_what(path):
-    recipe, text = load_recipe(path), path.read_text()
     assert recipe.data.eval
     for source in (*recipe.data.train, *recipe.data.eval):
         assert re.fullmatch(r"hf:emozilla/pg19:\w+\[:\d+\]", source.path)
@@ -252,6 +235,8 @@ def test_shipped_recipes_name_public_data_and_say_what_was_measured_on_what(path
         {"anneal_tokens": 5},
         {"gate": "none", "half_life": [2, 3]},
         {"gate": "none", "sink_tokens": 4},
+        {"gate": "none", "gate_heads": "kv"},
+        {"gate": "none", "horizon": 16.0},
         {"init": "open", "half_life": [2, 3]},
         {"preset": "alibi", "half_life": [8, 64]},
     ],
@@ -274,8 +259,8 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [1, 2", "a: b: c", "\tx: 1", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000],
-    ids=range(8),
+    ["a: [1, 2", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000],
+    ids=range(6),
 )
 def test_a_yaml_error_is_one_line_that_names_the_file(text):
     with pytest.raises(ValueError, match=r"^r.yaml: not valid YAML: ") as error:
