@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import FoxSpec
@@ -26,18 +26,8 @@ TOKENS = torch.arange(2, 34)[None]
 
 
 @pytest.fixture(scope="module")
-def base() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    return LlamaForCausalLM(config).eval()
+def base(pico_llama) -> Any:
+    return pico_llama(initializer_range=0.02)
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "fox_llama"
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_fox.FoxLlamaForCausalLM"
-    assert FoxSpec.from_dict(config["fox"]).max_wavelength == 64  # a quarter of the trained length
+    assert FoxSpec.from_dict(config["fox"]).max_wavelength == 32  # a quarter of the trained length
     assert config["fox"]["base"] == str(source)
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"max_length": 77}'
     source.chmod(0o755)
@@ -100,9 +90,8 @@ def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sharded_input_keeps_its_dtype(base, tmp_path, dtype):
-    model: Any = LlamaForCausalLM(base.config)
-    model.to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+def test_sharded_input_keeps_its_dtype(pico_llama, tmp_path, dtype):
+    pico_llama().to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert (tmp_path / "base" / INDEX).is_file()
     retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
     after = stored(tmp_path / "out")
@@ -121,9 +110,8 @@ def test_bin_input(base, tmp_path):
     torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
 
 
-def test_tied_embeddings_stay_tied(base, tmp_path):
-    config = LlamaConfig(**{**base.config.to_dict(), "tie_word_embeddings": True})
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+def test_tied_embeddings_stay_tied(pico_llama, tmp_path):
+    pico_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
     model = retrofox.load(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -144,16 +132,6 @@ def test_linking_shares_the_file(source, tmp_path):
     linked = tmp_path / "out" / "model-00001-of-00001.safetensors"
     assert os.stat(linked).st_ino == os.stat(source / "model.safetensors").st_ino
     assert (tmp_path / "out" / GATES_SHARD).stat().st_mode & 0o777 == 0o644
-
-
-def test_save_load_gives_equal_logits(source, tmp_path):
-    converted = retrofox.convert(source)
-    with torch.no_grad():
-        for name, parameter in converted.named_parameters():
-            if "forget_gate" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    converted.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(retrofox.load(tmp_path / "saved")), logits(converted))
 
 
 def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
@@ -213,23 +191,10 @@ def test_refusals_leave_nothing_behind(source, tmp_path):
     (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
     refused("quantised", source, out)
     (source / "config.json").write_text(json.dumps(config))
+    retrofox.convert(source, tmp_path / "converted", verify=False)
+    refused("already converted", tmp_path / "converted", out)
     (source / "model.safetensors").unlink()
     refused("holds no weights", source, out, FileNotFoundError)
-
-
-def test_converting_twice_is_refused(source, tmp_path):
-    retrofox.convert(source, tmp_path / "out", verify=False)
-    refused("already converted", tmp_path / "out", tmp_path / "twice")
-    with pytest.raises(ValueError, match="already converted"):
-        retrofox.convert(retrofox.load(tmp_path / "out"))
-
-
-def test_an_existing_out_is_not_touched(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(ValueError, match="exists: remove it or choose another"):
-        retrofox.convert(source, tmp_path / "out")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):

@@ -12,21 +12,10 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.tokenizers import load_tokenizer
+from tests import conftest
 from tests.conversion.gguf_writer import KEYS, write
 
-PICO: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
+PICO = {name: value for name, value in conftest.PICO.items() if name != "head_dim"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -74,10 +63,6 @@ def made(model_type: str, values: dict[str, Any]) -> Any:
     return model
 
 
-def tokens(length: int = 128) -> torch.Tensor:
-    return torch.randint(2, 288, (1, length), generator=torch.Generator().manual_seed(1))
-
-
 def logits(model: Any, length: int = 128) -> torch.Tensor:
     """At `length` positions spread over those that the model was trained to."""
     positions = torch.arange(length)[None] * (model.config.max_position_embeddings // length)
@@ -110,13 +95,6 @@ def test_llama3_scaling_comes_back_from_its_factors(scaling, pico_tokenizer, tmp
         assert rope[name] == pytest.approx(model.config.rope_parameters[name] / value)
 
 
-def test_factors_that_no_llama3_scaling_gives_are_refused(pico_tokenizer, tmp_path):
-    factors = {"rope_freqs.weight": torch.tensor([1.0, 3.0, 2.0, 5.0])}
-    file = write(made("llama", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_tensors=factors)
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight = factors of no llama3 scaling"):
-        load_base(file)
-
-
 @pytest.mark.parametrize(
     ("model_type", "key", "value"),
     [
@@ -139,23 +117,30 @@ def test_a_setting_that_transformers_would_drop_is_refused_by_name(model_type, k
         load_base(file)
 
 
-@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight"])
-@pytest.mark.parametrize("scaling", ["linear", "yarn"])
-def test_factors_of_frequencies_beside_another_scaling_are_refused(tensor, scaling, pico_tokenizer, tmp_path):
-    keys = {"type": scaling, "factor": 4.0, "original_context_length": 32}
-    keys = {f"rope.scaling.{name}": value for name, value in keys.items()}
-    factors = {tensor: torch.tensor([1.0, 3.0, 2.0, 5.0])}
+SCALED = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+YARN_KEYS = {**SCALED, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 32}
+ATTENTION = {"rope.scaling.attn_factor": 1.3}
+FACTORS = torch.tensor([1.0, 3.0, 2.0, 5.0])
+SHORT, LONG = "rope_freqs.weight", "rope_factors_long.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "said"),
+    [
+        ({}, {SHORT: FACTORS}, r"rope_freqs\.weight = factors of no llama3 scaling"),
+        (SCALED, {SHORT: FACTORS}, rf"rope\.scaling\.type = linear, with tensors \['{SHORT}'\]"),
+        (SCALED, {LONG: FACTORS}, rf"rope\.scaling\.type = linear, with tensors \['{LONG}'\]"),
+        (YARN_KEYS, {SHORT: FACTORS}, rf"rope\.scaling\.type = yarn, with tensors \['{SHORT}'\]"),
+        (YARN_KEYS, {LONG: FACTORS}, rf"rope\.scaling\.type = yarn, with tensors \['{LONG}'\]"),
+        (ATTENTION, {}, r"rope\.scaling\.attn_factor = 1\.29"),
+        (SCALED | ATTENTION, {}, r"rope\.scaling\.attn_factor = 1\.29"),
+        ({}, {"blk.1.attn_q.bias": torch.ones(32)}, r"1 of its tensors, such as blk\.1\.attn_q\.bias"),
+    ],
+)
+def test_scalings_and_tensors_that_transformers_would_drop_are_refused(keys, tensors, said, pico_tokenizer, tmp_path):
     model = made("llama", {"head_dim": 8})
-    file = write(model, pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys, extra_tensors=factors)
-    with pytest.raises(ValueError, match=rf"rope\.scaling\.type = {scaling}, with tensors \['{tensor}'\]"):
-        load_base(file)
-
-
-@pytest.mark.parametrize("scaling", [{}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}])
-def test_a_factor_of_attention_without_long_factors_is_refused(scaling, pico_tokenizer, tmp_path):
-    keys = {**scaling, "rope.scaling.attn_factor": 1.3}
-    file = write(made("llama", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys)
-    with pytest.raises(ValueError, match=r"rope\.scaling\.attn_factor = 1\.29"):
+    file = write(model, pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys, extra_tensors=tensors)
+    with pytest.raises(ValueError, match=said):
         load_base(file)
 
 
@@ -171,13 +156,6 @@ def test_a_file_without_a_key_that_transformers_would_guess_is_refused(key, pico
     model = made("llama", {"head_dim": 8, "num_key_value_heads": 4})
     file = write(model, pico_tokenizer, tmp_path / "pico.gguf")
     with pytest.raises(ValueError, match=f"{key} = missing can't be read"):
-        load_base(file)
-
-
-def test_a_tensor_that_transformers_would_drop_is_refused_by_name(pico_tokenizer, tmp_path):
-    bias = {"blk.1.attn_q.bias": torch.ones(32)}
-    file = write(made("qwen3", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_tensors=bias)
-    with pytest.raises(ValueError, match=r"1 of its tensors, such as blk\.1\.attn_q\.bias"):
         load_base(file)
 
 

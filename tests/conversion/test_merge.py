@@ -58,6 +58,8 @@ def test_merged_logits_are_the_adapters_and_not_the_bases(adapter, tmp_path):
     place = adapter(torch.float32)
     merge(place, tmp_path / "out")
     assert not list((tmp_path / "out").glob(".*"))
+    note = json.loads((tmp_path / "out" / "retrofox.json").read_text())["merged"]
+    assert note == {"adapter": str(place), "base": str(tmp_path / "base")}
     base = retrofox.load(tmp_path / "base")
     adapted, merged = with_adapter(retrofox.load(tmp_path / "base"), place), retrofox.load(tmp_path / "out")
     ids = torch.arange(2, 40)[None]
@@ -74,10 +76,3 @@ def test_other_logits_than_the_adapters_are_refused_and_nothing_is_left(factor, 
     with pytest.raises(ValueError, match="merged logits differ by"):
         merge(place, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-
-
-def test_the_note_names_adapter_and_base(adapter, tmp_path):
-    place = adapter(torch.float32)
-    merge(place, tmp_path / "out")
-    note = json.loads((tmp_path / "out" / "retrofox.json").read_text())["merged"]
-    assert note == {"adapter": str(place), "base": str(tmp_path / "base")}

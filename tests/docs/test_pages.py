@@ -93,19 +93,6 @@ def test_every_file_and_folder_that_contributing_names_is_there():
     assert not [path for path in named if not list(ROOT.glob(path.rstrip("/")))]
 
 
-def test_make_test_builds_the_pages_with_warnings_as_errors():
-    makefile = (ROOT / "Makefile").read_text()
-    assert "\ntest: lint types docs\n" in makefile
-    assert "$(BIN)/mkdocs build --strict\n" in makefile  # with --quiet no warning would be counted
-
-
-def test_pages_opened_from_a_disk_search_without_a_network():
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert "offline" in settings["plugins"]
-    assert settings["extra"]["polyfills"] == ["iframe-worker.js"]  # by this name the plugin adds none from the network
-    assert (ROOT / "docs" / "iframe-worker.js").exists()
-
-
 def test_every_page_is_in_the_navigation():
     named = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = [page for entry in named for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])]

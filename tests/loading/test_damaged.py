@@ -24,8 +24,7 @@ def converted(pico_checkpoint, tmp_path) -> Path:
 
 
 def one_line(error: str) -> str:
-    progress = ("Loading weights", "windows of up to")
-    lines = [line for line in error.splitlines() if line and not any(words in line for words in progress)]
+    lines = [line for line in error.splitlines() if line and "Loading weights" not in line]
     assert len(lines) == 1, error
     return lines[0]
 
@@ -71,23 +70,6 @@ def test_a_fixed_gate_without_its_bias_is_refused(pico_checkpoint, tmp_path, rem
     for load in (retrofox.load, lambda d: AutoModelForCausalLM.from_pretrained(d, trust_remote_code=True)):
         with pytest.raises(ValueError, match=rf"lacks 1 of (the|its) .*{LOST}.bias"):
             load(out)
-
-
-STRICT = {"layers": {"num_hidden_layers": "2"}, "width": {"hidden_size": 31}, "tied": {"tie_word_embeddings": "yes"}}
-
-
-@pytest.mark.parametrize("values", STRICT.values(), ids=list(STRICT))
-@pytest.mark.parametrize("command", ["eval", "generate"])
-def test_configs_that_transformers_refuses_are_one_line_in_every_command(
-    command, values, pico_checkpoint, run, tmp_path
-):
-    file = pico_checkpoint / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-    (tmp_path / "text.txt").write_text("the fox forgets. " * 20)
-    options = ["x"] if command == "generate" else ["--data", tmp_path / "text.txt", "--length", 64]
-    code, _, error = run(command, pico_checkpoint, *options)
-    assert code == 2
-    assert f"{pico_checkpoint} can't be opened in transformers" in one_line(error)
 
 
 def test_a_base_with_tensors_that_its_model_has_no_use_for_is_converted_with_a_warning(
@@ -146,6 +128,10 @@ def test_a_bin_file_that_could_run_code_is_one_line(base, converted, pico_checkp
     code, _, error = run("generate", directory, "a", "--max-new-tokens", 1)
     assert code == 2
     assert "holds more than tensors" in one_line(error)
+    if base:
+        with pytest.raises(ValueError, match="could run code when it is opened, so it was not"):
+            retrofox.convert(directory, tmp_path / "out", verify=False)
+        assert not (tmp_path / "out").exists()
     assert not Path("opened").exists()
 
 
@@ -186,37 +172,20 @@ def test_weights_that_are_not_finite_or_in_a_bin_file_are_not_pushed(converted):
         check_complete(converted)
 
 
-@pytest.mark.parametrize("command", ["generate", "eval"])
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "values", "message"),
     [
-        ("tokenizer.json", "[", "the tokenizer of"),
-        ("generation_config.json", "[]", "can't be opened in transformers"),
+        ("config.json", {"fox": None}, "fox section must be a mapping"),
+        ("config.json", {"fox": {"rope": "interpolate"}}, "lacks rope_"),
+        ("config.json", {"hidden_size": 31}, "can't be opened in transformers"),
+        ("config.json", {"tie_word_embeddings": "yes"}, "Validation error for field 'tie_word_embeddings'"),
+        ("tokenizer.json", None, "the tokenizer of"),
+        ("generation_config.json", None, "can't be opened in transformers"),
     ],
 )
-def test_other_files_of_a_model_that_are_damaged(command, name, text, message, converted, run, tmp_path):
-    (converted / name).write_text(text)
-    (tmp_path / "text.txt").write_text("the fox forgets " * 40)
-    arguments = ["a", "--max-new-tokens", 1] if command == "generate" else ["--data", tmp_path / "text.txt"]
-    code, _, error = run(command, converted, *arguments)
-    assert code == 2
-    assert message in one_line(error)
-
-
-@pytest.mark.parametrize(
-    ("fox", "message"),
-    [(None, "fox section must be a mapping"), ({"rope": "interpolate"}, "lacks rope_")],
-)
-def test_a_converted_config_without_its_spec_names_what_is_missing(fox, message, converted, run):
-    values = json.loads((converted / "config.json").read_text())
-    (converted / "config.json").write_text(json.dumps({**values, "fox": fox}))
+def test_a_file_of_a_model_that_is_damaged_is_one_line(name, values, message, converted, run):
+    file = converted / name
+    file.write_text("[]" if values is None else json.dumps({**json.loads(file.read_text()), **values}))
     code, _, error = run("generate", converted, "a", "--max-new-tokens", 1)
     assert code == 2
     assert message in one_line(error)
-
-
-def test_a_report_of_a_damaged_model_is_one_line(converted, run, tmp_path):
-    change_gates(converted, without_a_gate)
-    code, _, error = run("report", converted, "--out", tmp_path / "report")
-    assert code == 2
-    assert LOST in error
