@@ -41,9 +41,6 @@ def evaluate(
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
-    context: Annotated[
-        int, typer.Option(help="Processes that share each window, launched as many (torchrun): for long ones.")
-    ] = 1,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -75,7 +72,6 @@ def evaluate(
             tasks=names,
             include_path=include_path,
             limit=limit,
-            context=context,
             device=device,
             dtype=dtype,
         )

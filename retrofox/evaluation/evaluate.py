@@ -18,7 +18,7 @@ import torch
 from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation import loss_report, shared_context
+from retrofox.evaluation import loss_report
 from retrofox.evaluation.compared_models import compare, of_run
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
 from retrofox.evaluation.names import Baseline, refuse_without_tasks
@@ -48,7 +48,6 @@ def evaluate(
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
-    context: int = 1,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     tokenizer: Any = None,
@@ -78,7 +77,6 @@ def evaluate(
             "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
         tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
             `include_path` and `limit` examples each; with tasks, `data` may be empty.
-        context: processes that share each window, launched as many; the first prints and writes.
         dtype, device: as `open_model` takes them.
 
     Returns:
@@ -92,16 +90,12 @@ def evaluate(
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
     require_at_least(2, length=length, min_tokens=min_tokens)
-    require_at_least(1, windows=windows, max_documents=max_documents, limit=limit, context=context)
+    require_at_least(1, windows=windows, max_documents=max_documents, limit=limit)
     refuse_without_tasks(tasks, include_path=include_path, limit=limit)
     sources = listed(data)
     if not sources and not tasks:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     started = time.time()
-    if context > 1:
-        alone: dict[str, Any] = {"against": against, "baselines": baselines, "tasks": tasks}
-        device = shared_context.join(context, **alone, device=device)
-        progress = progress and shared_context.is_first()
     found = None
     if tasks:
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
@@ -138,15 +132,14 @@ def evaluate(
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         result["names"][key] = opened.name
         if chosen:
-            for line, values in _run(opened, key, chosen, controls, context, progress):
+            for line, values in _run(opened, key, chosen, controls, progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
         if found is not None:
             scores[key] = run_tasks(opened, found, max_length=length, limit=limit, progress=progress)
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
-    if shared_context.is_first():
-        _report(result, losses, scores, chosen, out, started)
+    _report(result, losses, scores, chosen, out, started)
     return result
 
 
@@ -178,15 +171,12 @@ def _report(
 
 
 def _run(
-    opened: LoadedModel, key: str, chosen: Sequence[Window], controls: bool, context: int, progress: bool
+    opened: LoadedModel, key: str, chosen: Sequence[Window], controls: bool, progress: bool
 ) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
     """One line for the model as it is and, for a converted one, one for each control."""
     labels = {key: opened.name}
     if controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
         labels |= loss_report.CONTROLS
-    losses_of = partial(window_losses, opened.model)
-    if context > 1:
-        losses_of = shared_context.SharedLosses(context, opened.model).of_windows
     total = sum(len(w.token_ids) for w in chosen)
     for name, label in labels.items():
         reset_peak(opened.device)
@@ -194,7 +184,7 @@ def _run(
         switched = attention_mode(opened.model, name) if name in loss_report.CONTROLS else nullcontext()
         with progress_bar("tokens", progress) as bar, switched:
             task = bar.add_task(label, total=total - len(chosen))  # a window's last token is not read
-            values = losses_of(chosen, partial(bar.advance, task))
+            values = window_losses(opened.model, chosen, partial(bar.advance, task))
         line = {"key": name, "label": label, **of_run(opened, total, time.perf_counter() - started)}
         yield line, values
 

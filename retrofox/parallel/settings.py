@@ -17,12 +17,8 @@ def readers_of(parallel: ParallelConfig, processes: int) -> int:
 
 def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
     """How a context group is split for a model's key/value heads."""
-    return degrees(parallel.context, key_value_heads(config), parallel.ulysses)
-
-
-def key_value_heads(config: Any) -> int:
-    """Key/value heads of a model's attention."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return degrees(parallel.context, kv_heads, parallel.ulysses)
 
 
 def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
@@ -35,21 +31,17 @@ def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
         )
 
 
-def refuse_sharing(model: Any, split: Degrees, name: str = "context") -> None:
-    """Raises ValueError for a model, on any device, whose rows a context group can't share.
-
-    Args:
-        name: what the caller's setting is called.
-    """
+def refuse_sharing(model: Any, split: Degrees) -> None:
+    """Raises ValueError for a model, on any device, whose rows a context group can't share."""
     if split.context == 1:
         return
     if not is_converted(model):
         raise ValueError(
-            f"{name} shares rows for Forgetting Attention only: convert the model, or give `fox:` to the recipe; an "
-            "unconverted model trains with DDP or FSDP2"
+            "parallel.context shares rows for Forgetting Attention only: convert the model, or give `fox:` to the "
+            "recipe; an unconverted model trains with DDP or FSDP2"
         )
     if depends_on_length(causal_lm(model).config):
         raise ValueError(
-            f"{name}: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
-            f"one process sees: take another rope_type, or {name} 1"
+            "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
+            "one process sees: take another rope_type, or parallel.context 1"
         )

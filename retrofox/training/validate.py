@@ -159,7 +159,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     if changed is not None:
         raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")
     split = split_of(recipe.parallel, causal_lm(model).config)
-    refuse_sharing(model, split, "parallel.context")
+    refuse_sharing(model, split)
     check_length(stage.sequence_length, split)
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
     if getattr(stage, "budget", None) is not None:
