@@ -148,22 +148,15 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "error", "message"),
+    ("data", "options", "message"),
     [
-        (["nowhere.txt"], {}, FileNotFoundError, r"nowhere\.txt"),
-        (None, {"length": 1}, ValueError, "length must be at least 2"),
-        (["nowhere.txt"], {"max_documents": 0}, ValueError, "max_documents must be at least 1"),
-        (
-            None,
-            {"horizon": 8.0},
-            ValueError,
-            r"measured on texts \(--data\); got 8.0",
-        ),
-        (["nowhere.txt"], {"horizon": -1.0}, ValueError, r"horizon is a positive number .* got -1.0"),
+        (None, {"length": 1}, "length must be at least 2"),
+        (None, {"horizon": 8.0}, r"measured on texts \(--data\); got 8.0"),
+        (["nowhere.txt"], {"horizon": -1.0}, r"horizon is a positive number .* got -1.0"),
     ],
 )
-def test_refusals(make_fox, tokenizer, data, options, error, message):
-    with pytest.raises(error, match=message):
+def test_refusals(make_fox, tokenizer, data, options, message):
+    with pytest.raises(ValueError, match=message):
         inspect(make_fox(), data, tokenizer=tokenizer, **options)
 
 

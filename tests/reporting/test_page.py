@@ -157,37 +157,28 @@ def test_tasks_are_judged_by_their_test_and_the_side_that_is_better():
 
 
 @pytest.mark.parametrize(
-    ("interval", "state"), [([-0.9, -0.1], BETTER), ([0.1, 0.9], WORSE), ([-0.8, 0.1], UNCLEAR), (None, UNCLEAR)]
+    ("interval", "state", "word"),
+    [
+        ([-0.9, -0.1], BETTER, "lower"),
+        ([0.1, 0.9], WORSE, "higher"),
+        ([-0.8, 0.1], UNCLEAR, UNCLEAR),
+        (None, UNCLEAR, UNCLEAR),
+    ],
 )
-@pytest.mark.parametrize("part", ["loss", "panel"])
-def test_losses_are_judged_by_the_interval_of_their_difference(made, part, interval, state):
-    row = nats_row(made, part, {"mean": 0.5, "interval": [-0.2, 1.2]}, {"mean": -0.4, "interval": interval})
-    assert row["state"] == state
-    assert row["values"]["model"]["interval"] == [0.0, 1.2]  # no loss lies below 0
-    assert row["difference"]["interval"] == interval  # a difference has no such end
-
-
-@pytest.mark.parametrize(
-    ("interval", "word"), [([-0.9, -0.1], "lower"), ([0.1, 0.9], "higher"), ([-0.8, 0.1], UNCLEAR), (None, UNCLEAR)]
-)
-def test_a_loss_is_called_lower_or_higher_only_as_its_interval_allows(made, interval, word):
-    result = copy.deepcopy(made["result"])
-    for row in result["parts"]["loss"]["result"]["buckets"]:
-        row["difference"]["model-base"] = {"mean": 0.1, "standard_error": 0.1, "interval": interval}
-    summary = summarise({name: entry["result"] for name, entry in result["parts"].items()})
-    sentence = summary["sentences"]["loss"][0]
+def test_losses_are_judged_by_the_interval_of_their_difference(made, interval, state, word):
+    parts = copy.deepcopy({name: made["result"]["parts"][name]["result"] for name in ("loss", "panel")})
+    loss, changed = {"mean": 0.5, "interval": [-0.2, 1.2]}, {"mean": -0.4, "standard_error": 0.1, "interval": interval}
+    for bucket in parts["loss"]["buckets"]:
+        bucket["loss"]["model"], bucket["difference"]["model-base"] = loss, changed
+    next(iter(parts["panel"]["kinds"].values()))["spans"][0] |= {"loss": loss, "difference": changed}
+    for part, result in parts.items():
+        row = summarise({part: result})["rows"][0]
+        assert row["state"] == state
+        assert row["values"]["model"]["interval"] == [0.0, 1.2]  # no loss lies below 0
+        assert row["difference"]["interval"] == interval  # a difference has no such end
+    sentence = summarise({"loss": parts["loss"]})["sentences"]["loss"][0]
     assert sentence.startswith(f"Loss, against the base: {word} at 0-8")
     assert ";" not in sentence
-
-
-def nats_row(made, part: str, loss: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
-    """The summary's first row of a part whose first cells hold a loss and a difference."""
-    result = copy.deepcopy(made["result"]["parts"][part]["result"])
-    if part == "loss":
-        result["buckets"][0]["loss"]["model"], result["buckets"][0]["difference"]["model-base"] = loss, difference
-    else:
-        next(iter(result["kinds"].values()))["spans"][0] |= {"loss": loss, "difference": difference}
-    return summarise({part: result})["rows"][0]
 
 
 def test_numbers_are_printed_with_their_intervals_and_no_negative_zero():
