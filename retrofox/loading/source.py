@@ -35,7 +35,9 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     directory = Path(path)
     file = directory / "config.json" if directory.exists() else _from_hub(str(path), revision)
     if not file.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: give a model directory, a Hub id or a .gguf file")
+        run = (directory / "model" / "config.json").is_file()
+        instead = directory / "model" if run else "a model directory, a Hub id or a .gguf file"
+        raise FileNotFoundError(f"{directory} has no config.json: give {instead}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values.get("model_type", "").startswith("fox_"):

@@ -1,6 +1,7 @@
 """Checkpoints and configs that make no model: one line each, exit code 2, nothing left behind."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,10 @@ def test_a_file_of_a_model_that_is_damaged_is_one_line(name, values, message, co
     code, _, error = run("generate", converted, "a", "--max-new-tokens", 1)
     assert code == 2
     assert message in one_line(error)
+
+
+def test_a_run_given_in_place_of_its_model_is_told_where_the_model_is(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=f"give {re.escape(str(tmp_path / 'model'))}"):
+        retrofox.load(tmp_path)
