@@ -5,9 +5,10 @@
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. Panels are read from
-ARM/panel/panel.json, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out). RUNS/untrained/ with
-needle-easy/, needle-standard/ and eval/ of the base with --baseline, those that there are, make or add to an
-arm of each baseline: "yarn:4" and so on.
+ARM/panel/panel.json, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out), RULER's
+scores from ARM/ruler.json (ruler.py), arms without training from ARM/untrained.json (self_extend.py).
+RUNS/untrained/ with needle-easy/, needle-standard/ and eval/ of the base with --baseline, those that there are, make
+or add to an arm of each baseline: "yarn:4" and so on.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def tasks(path: Path) -> dict[str, dict[str, float]]:
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
-    """What was measured of an arm: needles, losses, tasks, panel and live share; the last two where they are there."""
+    """What was measured of an arm: needles, losses, tasks; panel, live share and RULER where they are there."""
     found = {
         "needles": needles(folder),
         "loss": losses(folder / "eval" / "eval.json"),
@@ -86,6 +87,8 @@ def evaluations(folder: Path) -> dict[str, Any]:
         found["panel"] = {key: read(panel)[key] for key in ("kinds", "worst", "instructions")}
     if (gates := folder / "gates" / "gates.json").exists():
         found["live"] = read(gates)["live_share"]
+    if (ruler := folder / "ruler.json").exists():
+        found["ruler"] = read(ruler)["by_length"]
     return found
 
 
@@ -156,6 +159,9 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
             arms["arms"] |= untrained(folder, note, arms["arms"])
         elif (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
+        elif (folder / "untrained.json").exists():
+            made = {"tokens": 0, "seconds": 0, **read(folder / "untrained.json"), **evaluations(folder)}
+            arms["arms"][folder.name] = made | {"note": note}
         elif folder.name in arms["arms"]:
             arms["arms"][folder.name] |= {key: found for key, found in evaluations(folder).items() if found}
         else:
