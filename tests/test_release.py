@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,35 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from retrofox.version import __version__
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("5.10.1", "5.17.0", "5.23.0")
 """Of transformers: the oldest that pyproject allows, one between, and the newest that was there."""
-
-
-def bounded() -> list[str]:
-    """The requirements of pyproject.toml, extras' too, that have an upper bound."""
-    return re.findall(r'"([\w-]+>=[\d.]+,<[\d.]+)"', (ROOT / "pyproject.toml").read_text())
-
-
-def test_an_upper_bound_is_found():
-    assert "transformers" in {Requirement(each).name for each in bounded()}
-
-
-@pytest.mark.slow  # asks PyPI
-@pytest.mark.parametrize("requirement", bounded())
-def test_no_upper_bound_is_two_releases_behind(requirement):
-    wanted = Requirement(requirement)
-    command = [sys.executable, "-m", "pip", "index", "versions", wanted.name]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    versions = [Version(each) for each in re.search(r"Available versions: (.+)", shown).group(1).split(", ")]  # type: ignore[union-attr]
-    (bound,) = (Version(each.version) for each in wanted.specifier if each.operator == "<")
-    refused = {version.release[:2] for version in versions if version >= bound}
-    assert len(refused) < 2, f"{requirement} is {len(refused)} releases behind: {sorted(refused)}"
 
 
 @pytest.fixture(scope="module")

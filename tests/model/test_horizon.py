@@ -84,8 +84,3 @@ def test_gradients_are_those_of_a_masked_softmax(pico_fox, monkeypatch):
 def test_a_horizon_that_is_no_number_of_nats_is_refused(value):
     with pytest.raises(ValueError, match="horizon"):
         retrofox.FoxSpec(horizon=value)
-
-
-def test_a_horizon_without_gates_is_refused():
-    with pytest.raises(ValueError, match="horizon: gate none leaves it without effect"):
-        retrofox.FoxSpec(horizon=16.0, gate="none")

@@ -52,9 +52,3 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="no"), output_lock(tmp_path / "a" / "b"):
         raise ValueError("no")
     assert not (tmp_path / "a").exists()
-
-
-def test_an_output_that_cant_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="choose another `output`"), output_lock(tmp_path / "file" / "run"):
-        pass

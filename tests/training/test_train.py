@@ -111,15 +111,6 @@ def test_three_stages_move_what_they_should(make_recipe):
     assert [line["stage"] for line in lines(recipe)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
-    recipe = make_recipe(model=str(pico_checkpoint), precision="bf16", optim="sgd")
-    result = train(recipe)
-    config = json.loads((Path(result["model"]) / "config.json").read_text())
-    assert config["model_type"] == "llama"
-    assert config["dtype"] == "bfloat16"
-    assert all(math.isfinite(line["loss"]) for line in lines(recipe))
-
-
 @pytest.mark.parametrize("objective", ["extend", "distill", "align"])
 def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objective):
     stage = {"objective": objective, "tokens": 256, "sequence_length": 64, "batch_tokens": 256}
