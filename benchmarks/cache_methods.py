@@ -28,9 +28,9 @@ from eviction import METHODS, Evicting, round_to_fp8
 from provenance import provenance
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.compared_models import build
+from retrofox.evaluation.compared_models import with_yarn
 from retrofox.evaluation.live_share import measure_live_share
-from retrofox.evaluation.names import parse
+from retrofox.evaluation.names import yarn_factors
 from retrofox.evaluation.needle_prompts import EncodedTask, Haystack, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.statistics import mean_over_documents, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
@@ -214,7 +214,7 @@ def opened_models(words: Sequence[str], options: dict[str, Any]) -> Iterator[Loa
     for word in words:
         path, plus, baseline = word.rpartition("+")
         if plus and not Path(word).exists():
-            yield build(parse(baseline), open_model(path, **options))
+            yield with_yarn(open_model(path, **options), *yarn_factors([baseline]))
         else:
             yield open_model(word, **options)
 

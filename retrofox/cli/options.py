@@ -37,7 +37,7 @@ TrustRemoteCode = Annotated[
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
 Baselines = Annotated[
     list[str] | None,
-    typer.Option(help="Made of the base, untrained: pi:4, ntk:4, yarn:4 or drope; repeatable."),
+    typer.Option(help="yarn:4: also the base under YaRN x 4, untrained; repeatable."),
 ]
 RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the name of one that ships.")]
 Overrides = Annotated[
@@ -68,11 +68,11 @@ def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Se
     """
     from retrofox.config import Source
     from retrofox.data.sources import resolve
-    from retrofox.evaluation.names import parse_all
+    from retrofox.evaluation.names import yarn_factors
 
     for name in models:
         there(name)
-    parse_all(baselines or ())
+    yarn_factors(baselines or ())
     for path in data or ():
         if not path.startswith("hf:"):
             resolve(Source(path=path))

@@ -1,13 +1,4 @@
-"""The columns of a measurement: the model, those it is compared with, and baselines made of the base, one at a time.
-
-    pi:4              position interpolation: positions divided by 4           transformers' rope_type "linear"
-    ntk:4             dynamic NTK: RoPE's base grows with the text's length    transformers' rope_type "dynamic"
-    yarn:4            YaRN                                                     transformers' rope_type "yarn"
-    drope             RoPE dropped from every layer, no gates in its place
-
-No baseline is trained further. Sources: Chen et al. 2023, arXiv 2306.15595 (pi); bloc97 and emozilla 2023 (ntk); Peng
-et al. 2024, arXiv 2309.00071 (yarn).
-"""
+"""The columns of a measurement, one at a time: the model, the base with and without YaRN, further models."""
 
 from __future__ import annotations
 
@@ -21,11 +12,9 @@ from typing import Any
 import torch
 
 from retrofox.anatomy import is_converted
-from retrofox.conversion.convert import convert
 from retrofox.data.windows import require_files
-from retrofox.evaluation.names import SCALED, Baseline, parse_all
+from retrofox.evaluation.names import yarn_factors
 from retrofox.families import check_supported
-from retrofox.fox_spec import FoxSpec
 from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.rope_scaling import set_rope
@@ -35,58 +24,21 @@ from retrofox.support.memory import peak_bytes
 from retrofox.support.report import check_folder
 
 
-def build(baseline: Baseline, base: LoadedModel) -> LoadedModel:
-    """The baseline as a model of its own that shares the base's weights; the base stays as it is.
+def with_yarn(base: LoadedModel, factor: float) -> LoadedModel:
+    """The base under YaRN, untrained, as a model of its own that shares the base's weights (arXiv 2309.00071).
 
     Raises:
-        ValueError: its family or its RoPE is not one that the baseline can be made of.
+        ValueError: its family or its RoPE is not one that takes YaRN.
     """
+    tensors = (*base.model.parameters(), *base.model.buffers())
     try:
         check_supported(base.model.config)
-        if baseline.kind == "drope":
-            model = convert(base.model, fox=FoxSpec(rope="drop", gate="none"))
-        else:
-            model = _rescaled(base.model, baseline)
+        model: Any = copy.deepcopy(base.model, {id(tensor): tensor for tensor in tensors})
+        set_rope(model, {"rope_type": "yarn", "factor": factor})
     except ValueError as error:
-        raise ValueError(f"baseline {baseline.text} of {base.name}: {error}") from None
-    name, source = f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}"
+        raise ValueError(f"baseline yarn:{factor:g} of {base.name}: {error}") from None
+    name, source = f"{base.name} + YaRN x{factor:g}", f"{base.source} + yarn:{factor:g}"
     return LoadedModel(model.eval(), base.tokenizer, name, source)
-
-
-def _rescaled(base: Any, baseline: Baseline) -> Any:
-    """A copy of the modules and the config around the same parameters and buffers, its RoPE scaled."""
-    tensors = (*base.parameters(), *base.buffers())
-    model = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
-    set_rope(model, {"rope_type": SCALED[baseline.kind][0], "factor": baseline.factor})
-    for module in model.modules():
-        if baseline.kind == "ntk" and hasattr(module, "max_seq_len_cached"):
-            module.register_forward_pre_hook(_forget_longest)
-    return model
-
-
-def _forget_longest(rotary: Any, arguments: Any) -> None:
-    """Before each text: transformers' dynamic RoPE would go on with the frequencies of the longest text so far."""
-    for name in vars(rotary):
-        if name.endswith("max_seq_len_cached"):
-            setattr(rotary, name, 0)
-
-
-def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) -> Any:
-    """The source that baselines are made of: the first of `against`, or the model itself if it is unconverted.
-
-    Raises:
-        ValueError: that source is converted; said before anything is loaded where it lies on disk.
-    """
-    base = against[0] if against else model
-    if not baselines:
-        return base
-    converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
-    if converted:
-        what = "the first --against" if against else "the model"
-        raise ValueError(
-            f"baselines are made of the base, and {what} is converted: give the base as the first --against"
-        )
-    return base
 
 
 @dataclass
@@ -95,19 +47,19 @@ class Comparison:
 
     Attributes:
         model: as `open_model` takes it; `others` likewise, the base first.
-        baselines: made of the first other, or of the model where there is none; they share its weights.
+        yarn: factors of YaRN under which the first other, or the model where there is none, is measured, too.
         tokenizer: the model's.
         place: dtype and device of `open_model`.
     """
 
     model: Any
     others: list[Any]
-    baselines: list[Baseline]
+    yarn: list[float]
     tokenizer: Any
     place: dict[str, Any]
 
     def columns(self) -> Iterator[tuple[str, LoadedModel]]:
-        """(key, open model) of everything that is measured: model, base, its baselines, further bases.
+        """(key, open model) of everything that is measured: model, base, the base under YaRN, further bases.
 
         No two have the same name. Whoever iterates drops its own reference, so that one model's weights are freed
         before the next one's are loaded.
@@ -126,8 +78,8 @@ class Comparison:
             opened = named(open_model(source, tokenizer=self.tokenizer, **self.place))
             yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
             if number == min(1, len(self.others)):
-                for baseline in self.baselines:
-                    yield baseline.text, named(build(baseline, opened))
+                for factor in self.yarn:
+                    yield f"yarn:{factor:g}", named(with_yarn(opened, factor))
             opened = None
             gc.collect()
             if torch.cuda.is_available():
@@ -140,7 +92,7 @@ def compare(
     sources: Sequence[str],
     out: str | os.PathLike | None,
     *,
-    baselines: Sequence[str | Baseline] = (),
+    baselines: Sequence[str] = (),
     tokenizer: Any = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -149,6 +101,7 @@ def compare(
 
     Args:
         against: one model, several or None.
+        baselines: "yarn:4": the base under YaRN is a column, too.
         sources: the texts.
         out: where results go.
 
@@ -158,16 +111,18 @@ def compare(
     """
     others = list(against) if isinstance(against, (list, tuple)) else [] if against is None else [against]
     require_files(sources)
-    wanted = parse_all(baselines)
-    base_for(wanted, model, others)
+    factors, base = yarn_factors(baselines), others[0] if others else model
+    named = isinstance(base, (str, os.PathLike))
+    if factors and (holds_converted(os.fspath(base)) if named else is_converted(base)):
+        raise ValueError("YaRN is for the base, and this model is converted: give its base as the first --against")
     check_folder(out)
     check_place(device, dtype)
     if tokenizer is None:  # read without the weights
-        named = isinstance(model, (str, os.PathLike))
-        tokenizer = open_tokenizer(os.fspath(model)) if named else open_model(model).tokenizer
+        on_disk = isinstance(model, (str, os.PathLike))
+        tokenizer = open_tokenizer(os.fspath(model)) if on_disk else open_model(model).tokenizer
     for other in others:
         require_same_tokenizer(tokenizer, other)
-    return Comparison(model, others, wanted, tokenizer, {"dtype": dtype, "device": device})
+    return Comparison(model, others, factors, tokenizer, {"dtype": dtype, "device": device})
 
 
 def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:

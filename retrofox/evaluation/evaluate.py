@@ -21,7 +21,7 @@ from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report
 from retrofox.evaluation.compared_models import compare, of_run
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
-from retrofox.evaluation.names import Baseline, refuse_without_tasks
+from retrofox.evaluation.names import refuse_without_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
@@ -44,7 +44,7 @@ def evaluate(
     min_tokens: int = 2,
     controls: bool = True,
     text_field: str = "text",
-    baselines: Sequence[str | Baseline] = (),
+    baselines: Sequence[str] = (),
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
@@ -73,8 +73,7 @@ def evaluate(
             documents.
         controls: False skips the two control runs.
         text_field: field of JSON records that holds the text.
-        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
-            "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
+        baselines: "yarn:4": also measures the base (the first `against`, or an unconverted model) under YaRN x 4.
         tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
             `include_path` and `limit` examples each; with tasks, `data` may be empty.
         dtype, device: as `open_model` takes them.

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-FORMS = "pi:4, ntk:4, yarn:4 (factor), drope"
-SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynamic NTK"), "yarn": ("yarn", "YaRN")}
-"""Kind -> (transformers' rope_type, name in tables)."""
 PRESETS = {
     "short": (
         *("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "copa"),
@@ -25,38 +20,15 @@ PRESETS = {
 RULER (arXiv 2404.06654) that are made without a network: the others read essays or questions from the Hub."""
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """One baseline, as parsed: `text` is its canonical spelling, `label` its suffix to the base's name."""
-
-    kind: str
-    factor: float | None = None
-
-    @property
-    def text(self) -> str:
-        return self.kind if self.factor is None else f"{self.kind}:{self.factor:.12g}"
-
-    @property
-    def label(self) -> str:
-        return f"{SCALED[self.kind][1]} x{self.factor:g}" if self.kind in SCALED else "no RoPE"
-
-
-def parse(text: str) -> Baseline:
-    """Reads "yarn:4" or "drope"; raises ValueError that lists the forms."""
-    kind, _, rest = text.strip().partition(":")
-    if kind in SCALED and re.fullmatch(r"[0-9]+(\.[0-9]+)?", rest) and 1 < float(rest) < 1e6:
-        return Baseline(kind, float(rest))
-    if text.strip() == "drope":
-        return Baseline("drope")
-    near = difflib.get_close_matches(kind, (*SCALED, "drope"), n=1)
-    hint = f" (did you mean {near[0]}?)" if near and near[0] != kind else ""
-    raise ValueError(f"baseline {text!r} is none{hint}; forms: {FORMS}, factors above 1")
-
-
-def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
-    """Every baseline parsed, each once; raises ValueError for one that is misspelt."""
-    parsed = [parse(baseline) if isinstance(baseline, str) else baseline for baseline in baselines]
-    return list(dict.fromkeys(parsed))
+def yarn_factors(baselines: Sequence[str]) -> list[float]:
+    """The factor of each baseline, such as 4.0 of "yarn:4", each once; raises ValueError for any other word."""
+    factors = []
+    for word in baselines:
+        match = re.fullmatch(r"yarn:([0-9]+(?:\.[0-9]+)?)", word.strip())
+        if match is None or not 1 < float(match[1]) < 1e6:
+            raise ValueError(f"a baseline is yarn:FACTOR with a factor above 1, such as yarn:4; got {word!r}")
+        factors.append(float(match[1]))
+    return list(dict.fromkeys(factors))
 
 
 def expand(tasks: Sequence[str]) -> list[str]:

@@ -20,7 +20,6 @@ import torch
 
 from retrofox.data.sources import listed
 from retrofox.evaluation.compared_models import compare
-from retrofox.evaluation.names import Baseline
 from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.needle_report import by_length, grid, print_tables, write_files
 from retrofox.evaluation.token_scores import score_tokens
@@ -47,7 +46,7 @@ def needle(
     device: str | torch.device | None = None,
     text_field: str = "text",
     tokenizer: Any = None,
-    baselines: Sequence[str | Baseline] = (),
+    baselines: Sequence[str] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
@@ -64,7 +63,7 @@ def needle(
         mode: easy, standard, or several of them, or "all".
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
-        baselines: made of the base and asked too, such as "yarn:4" (see `baselines`).
+        baselines: "yarn:4": also asks the base under YaRN x 4.
 
     Returns:
         {"models": {name: {"modes": {mode: {"found": depths x lengths shares, "by_length": [{"length", "prompts",

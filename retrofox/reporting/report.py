@@ -63,7 +63,7 @@ def report(
         out: where it goes; None = the folder "report" in a converted model's directory, where `push` finds it.
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
-        baselines: columns beside the base, such as "yarn:4", for needles and loss.
+        baselines: "yarn:4": the base under YaRN x 4 is a column of needles and loss, too.
         name: what page and figures call the model; None = its directory's name.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path` and `limit` as in `evaluate`.
 
@@ -86,7 +86,7 @@ def report(
         os.fspath(model),
         listed(against),
         listed(data),
-        compared.baselines,
+        list(baselines),
         text_field=text_field,
         min_tokens=_shortest(listed(data), compared.tokenizer, chosen, text_field),
         include_path=include_path,

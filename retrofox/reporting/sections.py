@@ -19,7 +19,7 @@ from retrofox.data.files import Digests
 from retrofox.data.sources import resolve
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
-from retrofox.evaluation.names import Baseline, expand
+from retrofox.evaluation.names import expand
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel
@@ -66,7 +66,7 @@ class Asked:
     model: str
     against: list[str]
     data: list[str]
-    baselines: list[Baseline] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
     text_field: str = "text"
     min_tokens: int = 2
     include_path: str | None = None
@@ -87,8 +87,7 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
 
 
 def _models_and_texts(asked: Asked) -> dict[str, Any]:
-    specs = [baseline.text for baseline in asked.baselines]
-    models = {"model": asked.model, "against": asked.against, "baselines": specs}
+    models = {"model": asked.model, "against": asked.against, "baselines": asked.baselines}
     return {**models, "data": asked.data, "text_field": asked.text_field}
 
 

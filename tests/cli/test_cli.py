@@ -219,7 +219,7 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "needle {base} --data x.txt --trials 0": "--trials",
         "needle {base} --data x.txt --mode hard": "mode must be one of easy, standard, or all",
         "needle {base} --data absent.txt": "no data at absent.txt",
-        "needle {base} --data {r} --baseline ntj:4": "did you mean ntk?",
+        "needle {base} --data {r} --baseline ntk:4": "a baseline is yarn:FACTOR",
         "generate {base}": "no prompt given",
         "generate {base} hi --top-p .5": "no effect on greedy decoding",
         "chat {base} --temperature 0 --seed 5": "no effect on greedy decoding",

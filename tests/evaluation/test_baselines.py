@@ -1,4 +1,4 @@
-"""Baselines: each is transformers' own implementation where there is one."""
+"""Columns beside a model: its base under YaRN, models of other kinds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from retrofox.evaluation.compared_models import base_for, build, compare
+from retrofox.evaluation.compared_models import compare, with_yarn
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.names import FORMS, parse, parse_all
+from retrofox.evaluation.names import yarn_factors
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
 from retrofox.loading.fla_models import register_outside
@@ -44,63 +44,32 @@ def losses(model, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.from_numpy(loss) for loss, _ in score_tokens(model, texts)])
 
 
-@pytest.mark.parametrize(("text", "rope_type"), [("pi:4", "linear"), ("ntk:4", "dynamic"), ("yarn:2.5", "yarn")])
-def test_scaled_rope_is_transformers_own(base, pico_llama, ids, text, rope_type):
-    ours = build(parse(text), base)
-    theirs = pico_llama(rope_scaling={"rope_type": rope_type, "factor": float(text.split(":")[1])})
+def test_yarn_is_transformers_own(base, pico_llama, ids):
+    ours = with_yarn(base, 2.5)
+    theirs = pico_llama(rope_scaling={"rope_type": "yarn", "factor": 2.5})
     assert torch.equal(logits(ours.model, ids), logits(theirs, ids))
     assert (logits(ours.model, ids) - logits(base.model, ids)).abs().max() > 0.1
     assert ours.model.lm_head.weight is base.model.lm_head.weight
-    assert ours.name == {"pi:4": "pico + position interpolation x4", "ntk:4": "pico + dynamic NTK x4"}.get(
-        text, "pico + YaRN x2.5"
-    )
+    assert ours.name == "pico + YaRN x2.5"
     assert base.model.config.rope_parameters["rope_type"] == "default"
 
 
-def test_dynamic_ntk_forgets_the_longest_text_so_far(base, pico_llama, ids):
-    model = build(parse("ntk:4"), base).model
-    long = torch.cat([ids, ids, ids], 1)
-    logits(model, long)
-    fresh = pico_llama(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    assert torch.equal(logits(model, ids), logits(fresh, ids))
-
-
-def test_drope_is_the_base_without_rotation(base, pico_llama, ids):
-    still = pico_llama()
-    still.model.rotary_emb.inv_freq.zero_()
-    dropped = build(parse("drope"), base)
-    torch.testing.assert_close(logits(dropped.model, ids), logits(still, ids), atol=1e-4, rtol=1e-4)
-    assert dropped.name == "pico + no RoPE"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("yan:4", r"did you mean yarn\?"),
-        ("yarn", "factors above 1"),
-        ("yarn:1", "factors above 1"),
-        ("drope:2", "baseline 'drope:2' is none; forms"),
-    ],
-)
-def test_misspelt_specs_are_refused_with_all_forms(text, told):
-    with pytest.raises(ValueError, match=told) as error:
-        parse(text)
-    assert FORMS in str(error.value)
+@pytest.mark.parametrize("word", ["yan:4", "yarn", "yarn:1", "ntk:4", "drope"])
+def test_other_baselines_are_refused(word):
+    with pytest.raises(ValueError, match=f"a baseline is yarn:FACTOR .* got '{word}'"):
+        yarn_factors([word])
 
 
 def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, pico_tokenizer):
-    fox = pico_fox()
-    with pytest.raises(ValueError, match="the model is converted: give the base as the first --against"):
-        base_for(parse_all(["drope"]), fox, [])
-    with pytest.raises(ValueError, match="the first --against is converted"):
-        base_for(parse_all(["drope"]), base.model, [fox])
-    assert base_for([], fox, []) is fox
-    measured = compare(fox, base.model, [], None, baselines=["pi:2", "drope"], tokenizer=pico_tokenizer)
-    assert [key for key, _ in measured.columns()] == ["model", "base", "pi:2", "drope"]
-    assert len(parse_all(["pi:2", "pi:2.0"])) == 1
+    fox, options = pico_fox(), {"tokenizer": pico_tokenizer}
+    for models in ((fox, None), (base.model, [fox])):
+        with pytest.raises(ValueError, match="this model is converted: give its base as the first --against"):
+            compare(*models, [], None, baselines=["yarn:4"], **options)
+    measured = compare(fox, base.model, [], None, baselines=["yarn:2", "yarn:2.0"], **options)
+    assert [key for key, _ in measured.columns()] == ["model", "base", "yarn:2"]
     scaled = LoadedModel(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
-        build(parse("yarn:4"), scaled)
+        with_yarn(scaled, 4)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +80,7 @@ def text(tmp_path_factory) -> str:
 
 
 def test_eval_has_a_column_for_every_baseline(base, pico_fox, pico_tokenizer, text, tmp_path):
-    specs = ["yarn:4", "drope"]
+    specs = ["yarn:4", "yarn:2"]
     result = evaluate(
         pico_fox(),
         base.model,
@@ -127,11 +96,11 @@ def test_eval_has_a_column_for_every_baseline(base, pico_fox, pico_tokenizer, te
     written = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert set(written["buckets"][0]["difference"]) == {"model-base", *(f"{spec}-base" for spec in specs)}
     token_ids = torch.tensor([[*pico_tokenizer(Path(text).read_text())["input_ids"]][:200]])
-    for line, spec in zip(result["lines"][2:], specs, strict=True):
-        own = losses(build(parse(spec), base).model, token_ids).mean().item()
+    for line, factor in zip(result["lines"][2:], yarn_factors(specs), strict=True):
+        own = losses(with_yarn(base, factor).model, token_ids).mean().item()
         assert line["mean"] == pytest.approx(own, abs=1e-4)
-    alone = evaluate(base.model, None, [text], 64, baselines=["pi:4"], tokenizer=pico_tokenizer, progress=False)
-    assert set(alone["buckets"][0]["difference"]) == {"pi:4-model"}
+    alone = evaluate(base.model, None, [text], 64, baselines=["yarn:4"], tokenizer=pico_tokenizer, progress=False)
+    assert set(alone["buckets"][0]["difference"]) == {"yarn:4-model"}
 
 
 SIZES = {"vocab_size": 288, "hidden_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "head_dim": 16}

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.evaluation import token_scores
-from retrofox.evaluation.compared_models import build
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
-from retrofox.evaluation.names import PRESETS, expand, parse
+from retrofox.evaluation.names import PRESETS, expand
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 
@@ -84,10 +83,7 @@ def tasks(folder):
 
 
 @pytest.fixture(params=["pico_llama", "pico_fox"])
-def opened(request, pico_llama, pico_tokenizer) -> LoadedModel:
-    if request.param == "ntk":
-        base = LoadedModel(pico_llama(max_position_embeddings=16), pico_tokenizer, "pico", "pico")
-        return build(parse("ntk:4"), base)
+def opened(request, pico_tokenizer) -> LoadedModel:
     return LoadedModel(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
 
 
@@ -106,7 +102,6 @@ def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks, monkeypa
     assert batched.metrics["pico_both"]["acc,none"] == pytest.approx(sum(found) / 2)
 
 
-@pytest.mark.parametrize("opened", ["pico_llama", "pico_fox", "ntk"], indirect=True)
 def test_log_likelihoods_are_those_of_the_models_logits(opened):
     from retrofox.evaluation.harness_model import BatchedModel
 

@@ -10,10 +10,7 @@ import torch
 
 from retrofox import anatomy
 from retrofox.evaluation import token_scores
-from retrofox.evaluation.compared_models import build
-from retrofox.evaluation.names import parse
 from retrofox.evaluation.token_scores import Scored, score_tokens
-from retrofox.loading.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="module", params=["pico_llama", "pico_fox", "odd"])
@@ -52,11 +49,10 @@ def test_scores_are_those_of_a_whole_forward_pass(model, texts):
     assert [len(x) for x in nothing] == [0, 0]
 
 
-def test_texts_of_unequal_length_are_not_padded_under_a_rope_that_depends_on_the_length(pico_llama, pico_tokenizer):
-    base = LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico")
-    model = build(parse("ntk:4"), base).model
+def test_texts_of_unequal_length_are_not_padded_under_a_rope_that_depends_on_the_length(pico_llama):
+    model = pico_llama(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     draw = np.random.default_rng(0)
-    texts = [Scored(draw.integers(0, 288, size), np.arange(1, size)) for size in (400, 300, 300)]
+    texts = [Scored(draw.integers(0, 288, size), np.arange(1, size)) for size in (400, 100, 100)]
     for text, (loss, _) in zip(texts, score_tokens(model, texts), strict=True):
         [(alone, _)] = score_tokens(model, [text])
         assert loss == pytest.approx(alone, abs=1e-4)
