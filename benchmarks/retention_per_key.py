@@ -188,7 +188,7 @@ class Retention(torch.autograd.Function):
         tiles = triton.cdiv(length, SIZE)
         given = (q, k, v, log_beta, start, d_out, lse, delta)
         KERNELS[1][tiles, heads](*given, dq, *sizes, D=dim, SIZE=SIZE)
-        KERNELS[2][tiles, kv_heads](*given, end, dk, dv, db, *sizes, D=dim, SIZE=SIZE, num_warps=8)
+        KERNELS[2][tiles, kv_heads](*given, end, dk, dv, db, *sizes, D=dim, SIZE=SIZE)
         return dq, dk, dv, db, *[None] * (2 + len(ctx.rest))
 
 
@@ -208,11 +208,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, 
 
 
 by_softmax: Any = reference
+gated = modeling_fox.attend
 
 
 def attend(call: Any) -> Tensor:
     """`modeling_fox.attend` with the gates' log f taken for log beta of their own keys; shapes as in its `Call`."""
     options, (batch, heads, count, _), total = call.options, call.query.shape, call.key.shape[2]
+    if options["horizon"] is None:  # the model in its base's form, in which heads are measured
+        return gated(call)
     assert call.mask is None, "a mask"
     assert options["window"] is None, "a sliding window"
     assert options["softcap"] is None, "a softcap"
@@ -232,7 +235,7 @@ def attend(call: Any) -> Tensor:
         log_beta = PRESSURE.press(log_beta)
     start = first.repeat_interleave(sizes, output_size=batch * total)
     scale = call.query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    rest = (float(scale), float(options["horizon"] or 3e38))
+    rest = (float(scale), float(options["horizon"]))
     rows = tuple(x.transpose(1, 2) for x in (call.query, call.key, call.value))
     if call.query.is_cuda and count == total:
         end = (first + sizes).repeat_interleave(sizes, output_size=batch * total)
@@ -306,7 +309,7 @@ def live(model: str, dev: str, horizon: float, longest: int) -> dict[str, Any]:
     """What is alive after texts of each length: operations, cache, and the cache of every kv head, layer by layer."""
     opened = open_model(model)
     windows = choose_windows(dev, opened.tokenizer, longest, min_tokens=longest, max_documents=3)
-    rows = []
+    rows, by_head = [], {}
     found: dict[int, list[tuple[Tensor, Tensor]]] = {length: [] for length in LENGTHS if length <= longest}
     for gates in hear_gates(opened, windows, progress=False):
         for length, documents in found.items():
@@ -318,9 +321,10 @@ def live(model: str, dev: str, horizon: float, longest: int) -> dict[str, Any]:
             documents.append((pairs, (reach >= seen).double().mean(1)))
     for length, documents in found.items():
         pairs, cache = (torch.stack(x).mean(0) for x in zip(*documents, strict=True))
-        shares = {"ops": float(pairs), "cache": float(cache.mean()), "cache_by_head": cache.tolist()}
+        by_head[str(length)] = cache.tolist()
+        shares = {"ops": float(pairs), "cache": float(cache.mean())}
         rows.append({"length": length, "documents": len(documents), **shares})
-    return {"live_share": {"horizon": horizon, "lengths": rows}}
+    return {"live_share": {"horizon": horizon, "lengths": rows}, "cache_by_head": by_head}
 
 
 def judge(folder: Path, part: str, options: argparse.Namespace, horizon: float) -> None:
