@@ -75,21 +75,6 @@ def test_load_passes_options_on_to_transformers(pico_fox_checkpoint):
         retrofox.load(pico_fox_checkpoint, tp_plan="auto")
 
 
-def test_an_option_that_transformers_does_not_know_is_named(pico_fox_checkpoint):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'devise'"):
-        retrofox.load(pico_fox_checkpoint, devise="cpu")
-
-
 def test_a_device_and_a_device_map_are_one_too_many(pico_fox_checkpoint):
     with pytest.raises(ValueError, match="both place the model"):
         retrofox.load(pico_fox_checkpoint, device="cpu", device_map="auto")
-
-
-def test_a_quantised_model_keeps_its_gates(pico_fox_checkpoint):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    model = retrofox.load(pico_fox_checkpoint, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    attention = model.model.layers[0].self_attn
-    assert isinstance(attention.q_proj, bitsandbytes.nn.Linear4bit)
-    assert attention.forget_gate.weight.dtype == torch.float32

@@ -117,20 +117,3 @@ def test_a_failure_leaves_the_other_arms_alone(arms, tmp_path, capsys):
     assert [(what, arm) for what, arm, _ in done] == [("train", "b"), ("judge", "b")]
     assert f"failed, see {tmp_path / 'a.train.log'}" in capsys.readouterr().out
     assert "a reason" in (tmp_path / "a.train.log").read_text()
-
-
-def test_what_is_known_is_gathered_whenever_an_arm_has_been_judged(arms, tmp_path, monkeypatch, capsys):
-    program = "import sys; open(sys.argv[-1], 'a').write(' '.join(sys.argv[1:-1]) + chr(10))"
-    monkeypatch.setattr(retrofit_arms, "COLLECT", (sys.executable, "-c", program, "collect"))
-    assert arms("a=a.yaml", "base=models/base", "--into", str(tmp_path / "all.json"))[0] == 0
-    assert (tmp_path / "all.json").read_text().splitlines() == [f"collect {tmp_path} --into"] * 2
-    monkeypatch.setattr(retrofit_arms, "COLLECT", (sys.executable, "-c", "raise SystemExit('no room')"))
-    assert arms("a=a.yaml", "--into", str(tmp_path / "all.json"))[0] == 0  # what was measured is still there
-    assert "not gathered: failed" in capsys.readouterr().out
-
-
-def test_no_training_begins_when_the_time_is_over(arms, capsys):
-    code, done = arms("a=a.yaml", "base=models/base", "--minutes", "0")
-    assert code == 0
-    assert [(what, arm) for what, arm, _ in done] == [("judge", "base")]
-    assert "not begun: the time was over" in capsys.readouterr().out

@@ -1,12 +1,10 @@
 """The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
 
-import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
-import typing
 
 import pytest
 import torch
@@ -47,19 +45,6 @@ def test_help_is_not_cut_off_on_a_narrow_terminal(run, monkeypatch):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "…" not in out, command
-
-
-def test_help_of_options_is_shown_as_it_is_written():
-    """It is read as Markdown: a pair of asterisks, of two products say, would be taken for emphasis."""
-    parameters = [
-        option
-        for command in cli.app.registered_commands
-        for parameter in inspect.signature(command.callback, eval_str=True).parameters.values()  # type: ignore
-        for option in typing.get_args(parameter.annotation)[1:]
-    ]
-    texts = [option.help or "" for option in parameters]
-    assert any("in tokens; None = (1 / 512" in text for text in texts)
-    assert [text for text in texts if "*" in text] == []
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
@@ -268,22 +253,6 @@ for arguments in sys.stdin.read().splitlines():
     assert list(tmp_path.iterdir()) == [recipe]
     for text, wanted in zip(texts, refused.values(), strict=True):
         assert wanted in text
-
-
-def test_names_in_brackets_are_shown_as_they_are(run, source, tmp_path):
-    base, out = tmp_path / "ba[b]se", tmp_path / "out[" / "b]:x:"
-    shutil.copytree(source, base)
-    out.parent.mkdir()
-    code, shown, err = run("convert", str(base), str(out), "--no-verify")
-    assert (code, "Traceback" in err) == (0, False)
-    assert "out[/b]:x:" in "".join(shown.split())
-    (tmp_path / "text.txt").write_text("the fox " * 200)
-    recipe = tmp_path / "recipe[i].yaml"
-    stage = "{objective: extend, tokens: 128, sequence_length: 64, batch_tokens: 64, learning_rate: 1e-3}"
-    recipe.write_text(f"model: '{out}'\noutput: '{out}-run'\ndata: {{train: [text.txt]}}\nstages: [{stage}]\n")
-    code, shown, err = run("plan", str(recipe))
-    assert "Traceback" not in err
-    assert "out[/b]:x:->" in "".join(shown.split())
 
 
 @pytest.mark.parametrize(

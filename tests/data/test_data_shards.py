@@ -10,10 +10,8 @@ import time
 
 import pytest
 
-from retrofox.config import Source
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import PackedDataset, open_tokens
-from retrofox.data.shards import prepare_sources
 
 
 class Characters:
@@ -96,16 +94,6 @@ def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage,
     (tmp_path / "out" / f"{first.sources[0].shards[0].key}.json").write_bytes(damage)
     again = prepared([texts[0]], tokenizer, tmp_path / "out")
     assert (again.made, again.sources) == (1, first.sources)
-
-
-def test_a_second_run_says_that_there_is_nothing_to_do(tmp_path, texts, tokenizer, capsys):
-    source = [Source(path=str(texts[0].parent))]
-    prepare_sources(source, tokenizer, tmp_path / "out")
-    assert "token shards are in" not in capsys.readouterr().err
-    prepare_sources(source, tokenizer, tmp_path / "out")
-    said = capsys.readouterr().err
-    assert "5 of 5 token shards are in" in said
-    assert "nothing to tokenise" in said
 
 
 def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path, texts, tokenizer, prepared):

@@ -142,15 +142,3 @@ def test_flash_linear_attention_is_imported_for_its_own_types_alone(monkeypatch)
     assert imported == []
     register_outside({"model_type": "delta_net"})
     assert imported == ["fla.models"]
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["HGRN2", "DeltaNet"])
-def test_flash_linear_attentions_models_are_columns(name, pico_tokenizer, text, tmp_path):
-    fla = pytest.importorskip("fla.models")
-    config = getattr(fla, f"{name}Config")(vocab_size=288, hidden_size=128, num_hidden_layers=2, num_heads=2)
-    getattr(fla, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path / "other")
-    pico_tokenizer.save_pretrained(tmp_path / "other")
-    result = evaluate(str(tmp_path / "other"), None, [text], 100, progress=False)
-    assert 0 < result["lines"][0]["mean"] < 20

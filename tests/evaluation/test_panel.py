@@ -163,12 +163,9 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypat
     for change, message in (
         ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
         ({"length": 8}, "length must be at least 64"),
-        ({"chat": -1}, "chat must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        choose_kinds(["c=nowhere.c"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is an empty directory"):  # not the shipped texts in its place
         choose_kinds([str(tmp_path / "empty")])

@@ -183,13 +183,6 @@ def test_presets_are_lm_evals_own_names(folder, monkeypatch):
         find_tasks(["pico_choice"], str(folder / "nowhere"))
 
 
-def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path):
-    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path / "gone"))
-    with pytest.raises(ValueError, match="the tasks pico_choice can't be loaded: ") as error:
-        find_tasks(["pico_choice"], str(tmp_path))
-    assert "\n" not in str(error.value)
-
-
 def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, folder, tmp_path, run):
     arguments = ("--against", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--limit", 4)
     more = ("--baseline", "yarn:4", "--length", 128)

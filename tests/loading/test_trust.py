@@ -84,19 +84,6 @@ def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
     assert f"--trust-remote-code: running the code of {odd}: odd.py" in error
 
 
-@pytest.mark.parametrize("command", ["eval", "needle"])
-def test_a_model_to_compare_with_is_refused_before_anything_is_measured(
-    command, odd, pico_fox_checkpoint, text, run, monkeypatch, tmp_path, remote_code
-):
-    measured = pytest.fail
-    for name in ("evaluate._run", "needle._answers"):
-        monkeypatch.setattr(f"retrofox.evaluation.{name}", lambda *_, **__: measured("it measures first"))
-    code, _, error = run(*commands(pico_fox_checkpoint, text)[command], "--against", odd)
-    assert code == 2
-    assert "odd_llama" in error
-    assert not (tmp_path / "marker").exists()
-
-
 @pytest.mark.parametrize("command", ["eval", "generate", "needle"])
 def test_a_tokenizer_that_needs_its_own_code_is_one_line_that_names_the_code(
     command, pico_checkpoint, text, run, tmp_path, monkeypatch

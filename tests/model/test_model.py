@@ -78,9 +78,6 @@ def test_causality(fox, tokens, path):
     assert (before[:, 10:] - after[:, 10:]).abs().amax(-1).min() > 0
 
 
-# checkpoints
-
-
 # caches
 
 

@@ -70,10 +70,3 @@ def test_the_command_writes_once(run, tmp_path):
     code, _, said = run(*given)
     assert code == 2
     assert "exists: remove it" in said
-    code, _, said = run(*given[:-1], tmp_path / "no" / "such" / "b.yaml")
-    assert code == 2
-    assert "name another file" in said
-    assert not (tmp_path / "no").exists()
-    code, _, said = run(*given[:-1], tmp_path / "b.yaml", "--length", "long")
-    assert code == 2
-    assert "'long'" in said

@@ -116,17 +116,6 @@ def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoin
         make_jobs(range(30), Sizes(longest=128), {}, 128)
 
 
-def test_a_base_or_text_that_is_not_there_is_refused_before_anything_runs(pico_fox_checkpoint, monkeypatch, tmp_path):
-    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("opened the model"))
-    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-        verify_serving(pico_fox_checkpoint, dtype="bfloat16", against=str(tmp_path))
-    with pytest.raises(ValueError, match="can't be read"):
-        verify_serving(pico_fox_checkpoint, data=tmp_path / "none")
-    (tmp_path / "latin").write_bytes(b"caf\xe9 ")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        verify_serving(pico_fox_checkpoint, data=tmp_path / "latin")
-
-
 def test_the_jobs_ask_for_what_is_promised():
     first, second = make_jobs(range(30000), Sizes(), {"dtype": "float32"}, 8192)
     assert len(first.rounds[0]["prompts"]) == 32

@@ -9,7 +9,6 @@ import pytest
 
 from retrofox.support.files import write_result
 from retrofox.support.plots import (
-    COLOURS,
     half_life_figure,
     loss_figure,
     needle_figure,
@@ -41,14 +40,6 @@ def test_loss_figure_draws_each_model_once_with_units_and_a_legend():
     assert "nats" in axes.get_ylabel()
     assert axes.get_legend_handles_labels()[1] == ["retrofit", "base"]
     assert any("trained length 1k" in text.get_text() for text in axes.texts)
-
-
-def test_models_are_told_apart_by_colour_and_by_line_style():
-    figure = loss_figure([curve(str(n), 4.0, look=n) for n in range(6)], [], reference="0")
-    lines = figure.axes[0].get_lines()[:6]
-    assert len({line.get_color() for line in lines}) == 6
-    assert len({str(vars(line)["_unscaled_dash_pattern"]) for line in lines}) == 6
-    assert len(set(COLOURS)) == len(COLOURS)
 
 
 def test_names_are_drawn_as_they_are(tmp_path):

@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-import yaml
 
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes, say_once
@@ -55,33 +54,18 @@ def test_without_a_folder_of_the_launch_every_process_speaks(launch, tmp_path):
         assert done.returncode == 2
 
 
-@pytest.fixture
-def recipe(tmp_path, pico_fox_checkpoint):
-    (tmp_path / "text.txt").write_text("the fox forgets " * 99)
-    values = {
-        "model": str(pico_fox_checkpoint),
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache")},
-        "stages": [{"objective": "extend", "tokens": 128, "sequence_length": 64, "batch_tokens": 128}],
-        "precision": "fp32",
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
-
-
 @pytest.mark.parametrize(("change", "reason"), [("log.evrey=3", "unknown key"), ("data.train=[gone]", "no data at")])
-def test_two_processes_that_train_refuse_a_recipe_once(as_torchrun, recipe, change, reason):
-    done = as_torchrun(TRAINING, str(recipe), change, processes=2)
+def test_two_processes_that_train_refuse_a_recipe_once(as_torchrun, write_recipe, change, reason):
+    done = as_torchrun(TRAINING, str(write_recipe()), change, processes=2)
     assert len(told(done)) == 1, done.stderr
     assert reason in told(done)[0]
     assert done.returncode == 2
 
 
-def test_what_only_the_first_process_refuses_ends_all_with_its_reason(as_torchrun, recipe, tmp_path):
+def test_what_only_the_first_process_refuses_ends_all_with_its_reason(as_torchrun, write_recipe, tmp_path):
     started = time.monotonic()
     with output_lock(tmp_path / "run"):
-        done = as_torchrun(TRAINING, str(recipe), processes=2)
+        done = as_torchrun(TRAINING, str(write_recipe()), processes=2)
     assert len(told(done)) == 1, done.stderr
     assert f"{tmp_path / 'run'} is in use by another run" in told(done)[0]
     assert "Traceback" not in done.stderr
