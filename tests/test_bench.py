@@ -16,7 +16,7 @@ import bench
 import bench_measure
 import bench_problems
 import bench_report
-from bench_problems import DECODE, OUTPUTS, TABLE, Decode, Problem, Task, select, tasks
+from bench_problems import DECODE, OUTPUTS, TABLE, Decode, Problem, Task, tasks
 
 MACHINE = {"name": "GPU", "versions": {"torch": "2.11.0"}}
 
@@ -52,16 +52,6 @@ def test_flops_count_the_causal_pairs_that_are_asked_for():
     p = Problem(2, 8192, 16, 8, 64)
     assert p.forward_flops == 4 * 2 * 16 * 64 * 8192**2 / 2
     assert p._replace(document=2048).forward_flops == p.forward_flops / 4
-
-
-def test_select_takes_what_every_pattern_matches():
-    plan = select(tasks(True, True), ["^table 2,8192", "ours($|, horizon)"], quick=False)
-    assert [(t.problem.D, t.contenders) for t in plan] == [(D, ("ours", bench_problems.HORIZON)) for D in (64, 128)]
-    assert {t.stage for t in select(tasks(True, True), [], quick=True)} == {"table", "decode"}
-    with pytest.raises(ValueError, match="matches nothing"):
-        select(tasks(True, True), ["no such shape"], quick=False)
-    with pytest.raises(ValueError, match="regular expressions"):
-        select(tasks(True, True), ["("], quick=False)
 
 
 def test_summary_has_each_shape_with_its_ratios_and_the_errors_beside_the_official_kernels():

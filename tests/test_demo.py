@@ -1,25 +1,19 @@
 """The demo's script: steps run once, and nothing but what a demo wrote is removed; `make test` runs it in short."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "demo.py"
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import demo
+
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_only_what_a_demo_wrote_is_removed(demo, tmp_path):
+def test_only_what_a_demo_wrote_is_removed(tmp_path):
     mine = tmp_path / "mine"
     (mine / "eval").mkdir(parents=True)
     (mine / "eval" / "results.txt").write_text("years of work")
@@ -35,7 +29,7 @@ def test_only_what_a_demo_wrote_is_removed(demo, tmp_path):
     assert demo.begin(tmp_path / "a" / "new", True).is_dir()
 
 
-def test_a_step_runs_once_and_again_after_one_that_ran(demo, tmp_path, capfd):
+def test_a_step_runs_once_and_again_after_one_that_ran(tmp_path, capfd):
     def run(first: str, second: str) -> list[str]:
         """The steps that ran."""
         capfd.readouterr()
@@ -58,7 +52,7 @@ def test_a_step_runs_once_and_again_after_one_that_ran(demo, tmp_path, capfd):
     assert run(b, b) == ["second"]
 
 
-def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(demo, tmp_path):
+def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(tmp_path):
     (tmp_path / "empty.json").write_text("{}")
     command = ["json.tool", str(tmp_path / "empty.json"), str(tmp_path / "done.json")]
     for resumes in (False, True):
@@ -70,7 +64,7 @@ def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(demo, t
         assert (folder / "begun").exists() == resumes
 
 
-def test_the_short_demo_fails_where_its_losses_are_not_the_usual(demo):
+def test_the_short_demo_fails_where_its_losses_are_not_the_usual():
     def evaluation(base, converted, adapted):
         return {"lines": [{"key": k, "mean": v} for k, v in (("base", base), ("base2", converted), ("model", adapted))]}
 
@@ -83,7 +77,7 @@ def test_the_short_demo_fails_where_its_losses_are_not_the_usual(demo):
             demo.check(evaluation(3.879, converted, 3.0))
 
 
-def test_the_record_has_the_table_the_versions_and_the_machine(demo, tmp_path, monkeypatch):
+def test_the_record_has_the_table_the_versions_and_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["demo.py", "--model", "/somewhere/else/model.gguf", "--fast"])
     steps = demo.Steps(tmp_path)
     steps.done = {"convert": {"command": ["retrofox"], "seconds": 2.0, "peak_mib": 100}}
@@ -115,7 +109,7 @@ def test_the_record_has_the_table_the_versions_and_the_machine(demo, tmp_path, m
     assert "100% (20-100)" in printed.get()
     assert {"torch", "transformers", "retrofox"} <= set(result["versions"])
     assert result["machine"]["cores"] >= 1
-    kept = json.loads((SCRIPT.parents[1] / "benchmarks" / "demo.json").read_text())
+    kept = json.loads((ROOT / "benchmarks" / "demo.json").read_text())
     assert set(result) - {"needles"} <= set(kept)  # a record from before needles were asked for
     assert [set(row) for row in kept["loss"]] == [set(result["loss"][0])] * (len(kept["loss"]) - 1) + [
         set(result["loss"][1])

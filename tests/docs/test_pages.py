@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import statistics
@@ -33,16 +33,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 def hooks() -> ModuleType:
     """docs/hooks.py, imported as mkdocs does it."""
     pytest.importorskip("mkdocs")
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+    sys.path.append(str(ROOT / "docs"))
+    return importlib.import_module("hooks")
 
 
 def prose(page: Path) -> str:

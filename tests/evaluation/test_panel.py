@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, compare_answers, followed
+from retrofox.evaluation.instructions import (
+    INSTRUCTIONS,
+    ChatPrompt,
+    chat_prompts,
+    checkable_prompts,
+    compare_answers,
+    followed,
+)  # fmt: skip
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel import headline, panel, worst_row
 from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, rows_of
@@ -198,3 +205,34 @@ def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
     assert (found["prompts"], found["model"], found["base"]) == (2, 0.5, 1.0)
     assert found["difference"]["difference"] == -0.5
     assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
+
+
+# checks of instructions
+
+
+FORTY = " ".join(["word"] * 40)
+EXAMPLES = (
+    ("A HORSE RUNS.", "A horse runs."),
+    ("a horse runs.", "A horse runs."),
+    ("- a\n- b\n- c", "- a\n- b"),
+    ("Here:\n1. a\n2. b\n3. c\n4. d\n5. e", "1. a\n2. b\n4. c\n3. d\n5. e"),
+    ("A big animal.", FORTY),
+    (FORTY, FORTY.removeprefix("word ")),
+    ("It is good. It is warm.", "It is good, it is warm."),
+    ("Long ago it rained.", "It rained long ago."),
+    ("Is it warm?", "Is it warm? Yes."),
+    ('Sure: {"name": "tea", "use": "drink"}', '{"name": "tea"}'),
+    ("<<The Tea>>", "The Tea"),
+    ("In winter the river froze.", "In winter the rivers froze."),
+)
+
+
+@pytest.mark.parametrize(("instruction", "examples"), [*zip(INSTRUCTIONS, EXAMPLES, strict=True)])
+def test_a_check_tells_what_follows_the_instruction_from_what_does_not(instruction, examples):
+    check = instruction[1]
+    assert [check(answer) for answer in (*examples, "")] == [True, False, False]
+
+
+def test_every_prompt_is_another():
+    prompts = [text for text, _ in checkable_prompts()]
+    assert len(set(prompts)) == len(prompts) == 144

@@ -99,15 +99,6 @@ def test_a_gpu_that_runs_out_of_memory_gets_smaller_batches(pico_llama, texts, s
     assert small_gpu[:2] == [6, 3]
 
 
-def test_a_text_that_does_not_fit_alone_is_refused(pico_llama, texts, monkeypatch):
-    def score(*_: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(token_scores, "_score", score)
-    with pytest.raises(ValueError, match=r"out of memory at a text of 16 tokens; lower the length"):
-        score_tokens(pico_llama(), texts[1:2])
-
-
 def test_damaged_weights_are_told(pico_llama, texts):
     model = pico_llama()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Quantised loading by bitsandbytes, on a CPU: linear layers are packed, gates and norms are not."""
+"""What was added stays in float32: beside linear layers that bitsandbytes packed, and in a lowered adapter's base."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import retrofox
+from retrofox.anatomy import is_new_tensor
+from retrofox.loading.adapter import float32_parts
 from retrofox.model.modeling_fox import ForgetGate
 
 
@@ -38,3 +40,13 @@ def test_gates_stay_as_they_are_in_a_quantised_model(wide_checkpoint, bits, kind
     wanted, found = (model(tokens).logits.log_softmax(-1) for model in (plain, packed))
     assert 0 < torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / 40 < 0.1
     assert packed.generate(tokens, max_new_tokens=4, do_sample=False).shape == (1, 44)
+
+
+def test_gates_and_pro_parts_are_put_back_into_float32(pico_fox):
+    model = pico_fox(pro="all").to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if is_new_tensor(name):
+            parameter.data = parameter.data.to(torch.bfloat16)  # as peft's copies of a lowered model
+    float32_parts(model)
+    kinds = {is_new_tensor(name): parameter.dtype for name, parameter in model.named_parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}

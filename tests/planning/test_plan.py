@@ -13,6 +13,7 @@ import pytest
 from retrofox.config import dump
 from retrofox.planning.hardware import Hardware, hardware
 from retrofox.planning.known import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
+from retrofox.planning.live_share import live_shares
 from retrofox.planning.memory import Setting
 from retrofox.planning.plan import longest_row, plan
 from retrofox.planning.shape import shape_of
@@ -137,3 +138,10 @@ def test_the_command_prints_it_and_fails_where_it_refuses(recipe_of, run, tmp_pa
     code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--gpus", "3", *options)
     assert code == 2
     assert "batch_tokens" in (json.loads(shown)["refusals"][0] if as_json else shown)
+
+
+def test_operations_are_a_mean_and_the_cache_keeps_the_largest_share_of_a_group():
+    found = live_shares([[16 / 8192, 16 / 16384], [1e-9, 0.0]], 16.0, kv_heads=1)
+    assert found["live_operations_8k"] == pytest.approx(1.0)
+    assert found["live_cache_32k"] == pytest.approx((0.5 + 1) / 2)
+    assert found["live_operations_32k"] == pytest.approx((0.4375 + 0.75 + 1 + 1) / 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retrofox.serving import engines
-from retrofox.serving.engines import Job, last_error, run_vllm
+from retrofox.serving.engines import Job, run_vllm
 
 PROGRAM = """
 import json, os, sys
@@ -44,10 +44,3 @@ def test_each_rank_has_a_core(ranks, cores):
 def test_a_job_that_fails_is_one_line():
     with pytest.raises(ValueError, match=r"^vLLM stopped on bad: retrofox can't serve bad: a fp8 cache$"):
         run_vllm([job()], "bad")
-
-
-def test_vllms_reason_is_found_in_its_log():
-    log = "INFO a\nValueError: retrofox can't serve m: a fp8 cache\nRuntimeError: engine core failed\n"
-    assert last_error(log) == "retrofox can't serve m: a fp8 cache"
-    assert last_error("x\nKeyError: 'y'\nbye") == "KeyError: 'y'"
-    assert last_error("") == "it said nothing"

@@ -2,28 +2,17 @@
 
 import json
 import sys
-from importlib import util
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "vllm_throughput.py"
+sys.path.insert(0, str(FILE.parent))
+
+import vllm_throughput as throughput
 
 
-@pytest.fixture
-def throughput(monkeypatch):
-    monkeypatch.syspath_prepend(str(FILE.parent))
-    spec = util.spec_from_file_location("vllm_throughput", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_ratio_is_of_the_medians_of_all_turns(
-    throughput, monkeypatch, pico_checkpoint, pico_fox_checkpoint, tmp_path
-):
+def test_the_ratio_is_of_the_medians_of_all_turns(monkeypatch, pico_checkpoint, pico_fox_checkpoint, tmp_path):
     asked = []
 
     def run(jobs, model):

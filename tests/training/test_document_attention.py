@@ -10,12 +10,12 @@ from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.training.document_attention import set_document_attention
 from retrofox.training.objectives import hidden_states
 from retrofox.training.train import train
+from tests import conftest
 
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.15,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "num_experts": 4, "num_experts_per_tok": 2,
-    "num_local_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    **conftest.PICO, "vocab_size": 96, "max_position_embeddings": 512, "initializer_range": 0.15,
+    "num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "attn_logit_softcapping": None,

@@ -17,17 +17,9 @@ from retrofox.training.lora import add_adapters
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.objectives import Extend
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens
+from tests import conftest
 
-PICO = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-}
+PICO = {**conftest.PICO, "initializer_range": 0.15}
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40}
 
 
@@ -78,8 +70,7 @@ def test_gradients_are_the_untiled_ones_to_float32_rounding(pico_fox, tile, reco
 def test_families_with_other_norms_and_mlps(family):
     """Norms of 1 + w, with biases, and behind the MLP; gates and values in one product; no gate."""
     torch.manual_seed(0)
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = AutoConfig.for_model(family, **{**PICO, **ids, "vocab_size": 288})
+    config = AutoConfig.for_model(family, **PICO)
     model = retrofox.convert(AutoModelForCausalLM.from_config(config), fox=retrofox.FoxSpec(half_life=(2.0, 99.0)))
     switches = {"tiled_mlp": 7, "gradient_checkpointing": "full", "offload_activations": True}
     assert_same(gradients(model), gradients(model, **switches), rel=1e-5)
