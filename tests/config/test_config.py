@@ -194,13 +194,6 @@ def test_counts_with_suffixes():
     assert read_yaml("a: 6e-4", "x") == {"a": 6e-4}
 
 
-def test_counts_of_a_fox_section_take_suffixes(recipe_file):
-    fox = "fox={rope: partial, max_wavelength: 1Ki, half_life: [256, 64Ki], sink_tokens: 1, log_n: 8Ki}"
-    spec = load_recipe(recipe_file, [fox, "stages.0.tokens=1Mi", "stages.0.batch_tokens=1Ki"]).fox
-    assert spec is not None
-    assert (spec.max_wavelength, spec.half_life, spec.log_n) == (1024, (256.0, 65536.0), 8192)
-
-
 def test_a_preset_in_a_recipe_is_written_out_in_full(recipe_file):
     recipe = load_recipe(recipe_file, ["fox={preset: fox-pro, sink_tokens: 2, half_life: [2, 1Ki]}"])
     written = yaml.safe_load(dump(recipe))["fox"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.evaluate import evaluate
@@ -18,42 +19,24 @@ from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
-CHOICE = """
-task: pico_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{q}}}}"
-doc_to_choice: choices
-doc_to_target: gold
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-LAST = """
-task: pico_last
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/last.jsonl}}}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{{{q}}}}"
-doc_to_target: "{{{{a}}}}"
-metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}, {{metric: acc}}]
-"""
-ROLLING = """
-task: pico_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/last.jsonl}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{q}}}}"
-metric_list: [{{metric: byte_perplexity}}]
-"""
-GROUP = """
-group: pico_both
-task: [pico_choice, pico_last]
-aggregate_metric_list: [{metric: acc, weight_by_size: true}]
-"""
+CHOICE = {
+    "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices", "doc_to_target": "gold",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}  # fmt: skip
+PERPLEXITY = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+LAST = {"output_type": "loglikelihood", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}"}
+LAST |= {"metric_list": [PERPLEXITY, {"metric": "acc"}]}
+ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
+ROLLING |= {"metric_list": [{"metric": "byte_perplexity"}]}
+GROUP = {"group": "pico_both", "task": ["pico_choice", "pico_last"]}
+GROUP |= {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
+
+
+def write_task(folder: Path, name: str, data: str, fields: dict) -> None:
+    """A task of lm-eval over the lines of a file beside it."""
+    files = {"data_files": {"test": f"{folder}/{data}.jsonl"}}
+    values = {"task": f"pico_{name}", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **fields}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +54,10 @@ def folder(tmp_path_factory) -> Path:
     last = [{"q": text(5, 40), "a": f" {text(1, 2)}"} for _ in range(12)]
     (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, choice)))
     (folder / "last.jsonl").write_text("\n".join(map(json.dumps, last)))
-    for name, task in (("choice", CHOICE), ("last", LAST), ("rolling", ROLLING)):
-        (folder / f"{name}.yaml").write_text(task.format(folder=folder))
-    (folder / "group.yaml").write_text(GROUP)
+    write_task(folder, "choice", "choice", CHOICE)
+    write_task(folder, "last", "last", LAST)
+    write_task(folder, "rolling", "last", ROLLING)
+    (folder / "group.yaml").write_text(yaml.safe_dump(GROUP))
     return folder
 
 
@@ -132,7 +116,7 @@ def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokeniz
     (tmp_path / "choice.jsonl").write_text(
         "\n".join(json.dumps({"q": "the fox " * 300, "choices": [" gate", " fox"], "gold": n % 2}) for n in range(4))
     )
-    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path))
+    write_task(tmp_path, "choice", "choice", CHOICE)
     widths = []
     fox = pico_fox()
     fox.model.register_forward_pre_hook(lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True)

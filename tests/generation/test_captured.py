@@ -55,13 +55,6 @@ def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor
     return ours, theirs
 
 
-def padded(rows: int, length: int, seed: int = 5) -> dict[str, torch.Tensor]:
-    mask = torch.ones(rows, length, dtype=torch.long)
-    for row in range(rows):
-        mask[row, : row * 5] = 0
-    return {"attention_mask": mask}
-
-
 @pytest.mark.parametrize("spec", MODELS)
 def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec):
     """Tokens of a pico model could agree by luck: so do logits, step by step, with padding."""

@@ -12,7 +12,6 @@ import retrofox
 from retrofox.hub import check_complete
 from retrofox.loading.shards import find
 
-TOKENS = torch.arange(2, 18)[None]
 GATES = "model-retrofox.safetensors"
 INDEX = "model.safetensors.index.json"
 LOST = "model.layers.1.self_attn.forget_gate"

@@ -116,14 +116,12 @@ def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="is no converted model"):
         merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    with pytest.raises(FileNotFoundError, match="adapter_config"):
-        merge(tmp_path / "absent", tmp_path / "merged")
 
 
-def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path):
+def test_damaged_adapters_are_named(make_recipe, tmp_path):
     adapter = Path(train(make_recipe())["model"])
     file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    whole, tensors, values = file.read_bytes(), load_file(file), json.loads(config.read_text())
+    whole, tensors = file.read_bytes(), load_file(file)
 
     def refused(reason):
         with pytest.raises(ValueError, match=reason):
@@ -137,9 +135,6 @@ def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path)
     file.write_bytes(whole[:-9])
     refused(r"adapter_model.safetensors is cut short or not a safetensors file")
     file.write_bytes(whole)
-    pico_fox(config={"hidden_size": 64}).save_pretrained(tmp_path / "wide")
-    config.write_text(json.dumps({**values, "base_model_name_or_path": str(tmp_path / "wide")}))
-    refused("model, on .*wide, can't be opened")
     for damage in ("{", "[]", "{}"):
         config.write_text(damage)
         refused("adapter_config.json is damaged, or names no base")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from retrofox.training.train import train
 
 SKIPPING = [*range(10), *range(300, 314)]
 """A document of 24 tokens whose positions skip ahead at the tenth."""
-STAGE = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
 
 
 @pytest.fixture
@@ -36,14 +34,6 @@ def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
 
 def run(recipe: Path, *changes: str) -> dict:
     return train(load_recipe(recipe, list(changes)))["stages"][-1]
-
-
-def back_to(out: Path, stage: str, step: int) -> None:
-    """Leaves of a finished run what it had when this step of its last stage was saved."""
-    shutil.rmtree(out / "model")
-    for path in (out / stage).glob("checkpoint-*"):
-        if int(path.name.removeprefix("checkpoint-")) > step:
-            shutil.rmtree(path)
 
 
 def test_skips_are_trained_on_and_held_out_windows_have_none(recipe, tmp_path, weights):
