@@ -15,7 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attentions
-from retrofox.config import Source, validate
+from retrofox.config import Source
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.half_lives import bias_from_half_life
@@ -23,7 +23,6 @@ from retrofox.heads.needles import needle_attention, plant
 from retrofox.heads.start import Distances, half_lives_by_distance, measure_start
 from retrofox.heads.texts import documents_of
 from retrofox.surgery import make_plan
-from retrofox.training.train import train
 
 LENGTH = 256  # of the pico models' training
 OPEN = 128.0 * LENGTH
@@ -182,25 +181,6 @@ def test_a_windowed_model_is_measured_within_its_windows(pico_tokenizer, text):
     model = retrofox.convert(MistralForCausalLM(MistralConfig(**sizes)), fox=FoxSpec(gate="bias"))
     start = measure_start(model, pico_tokenizer, [text])
     assert max(max(layer) for layer in start.distances) < 11
-
-
-def test_a_recipe_measures_on_the_texts_it_trains_on(base, text, tmp_path):
-    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "learning_rate": 1e-4, "batch_tokens": 128}
-    recipe = validate(
-        {
-            "model": base,
-            "output": str(tmp_path / "run"),
-            "fox": {"init": "measured", "open_heads": 1, "half_life": [4, 64]},
-            "data": {"train": [text], "cache": str(tmp_path / "cache")},
-            "stages": [stage],
-            "precision": "fp32",
-            "dataloader_workers": 0,
-        }
-    )
-    model = retrofox.load(train(recipe)["model"])
-    wanted = retrofox.convert(base, fox=recipe.fox, texts=[text])
-    assert model.config.fox["open_heads"] == wanted.config.fox["open_heads"]
-    assert len(model.config.fox["open_heads"]) == 1
 
 
 def test_the_old_name_of_init_measured_loads_and_says_so(caplog):
