@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import has_softcap
 from retrofox.loading.errors import opening
-from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
@@ -41,7 +40,6 @@ def load_base(
         where, options = str(path.parent), {"gguf_file": path.name, "config": gguf_config(source)}
     else:
         values = read_config(source, revision)
-        register_outside(values)
         refuse_untrusted(source, values)
         trusted = trusts_code(source, values)
         where, options = str(source), {"revision": revision or "main", "trust_remote_code": trusted}

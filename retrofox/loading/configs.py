@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from retrofox.families import check_supported
 from retrofox.loading.errors import opening
-from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.source import check_source, read_config, refuse_adapter
 from retrofox.loading.trust import refuse_untrusted, trusts_code
@@ -25,7 +24,6 @@ def any_config(source: str | Path) -> Any:
     if str(source).endswith(".gguf"):
         return gguf_config(source)
     values = read_config(source)
-    register_outside(values)
     refuse_untrusted(source, values)
     with opening(f"config.json of {source}"):
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))

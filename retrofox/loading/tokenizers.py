@@ -14,7 +14,6 @@ from retrofox.config import Recipe
 from retrofox.loading.adapter import base_of
 from retrofox.loading.configs import any_config
 from retrofox.loading.errors import first_line
-from retrofox.loading.fla_models import register_outside
 from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.trust import own_code, trusts_code
 
@@ -39,7 +38,7 @@ def read_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if where.endswith(".gguf"):
         where, options = str(path.parent), {"gguf_file": path.name}
     elif not path.is_dir() or (path / "config.json").is_file():
-        register_outside(read_config(source, revision))
+        read_config(source, revision)  # says where there is no such model
     if path.is_dir() and not any(path.glob("tokenizer*")):
         return None
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.names import yarn_factors
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
-from retrofox.loading.fla_models import register_outside
 from retrofox.loading.loaded_model import LoadedModel, open_model
 
 LENGTH = 150  # beyond the 128 tokens of a pico model
@@ -128,17 +126,3 @@ def test_models_without_attention_or_of_another_make_are_columns(
     assert result["lines"][1]["mean"] > 0
     answers = complete(other, [ids[0, :20].tolist(), ids[1, :20].tolist()], 3, ignore_eos=True)
     assert [len(answer) for answer in answers] == [3, 3]
-
-
-def test_flash_linear_attention_is_imported_for_its_own_types_alone(monkeypatch):
-    monkeypatch.setattr("retrofox.loading.fla_models.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install flash-linear-attention"):
-        register_outside({"model_type": "hgrn2"})
-    imported = []
-    monkeypatch.setattr("retrofox.loading.fla_models.importlib.util.find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr("retrofox.loading.fla_models.importlib.import_module", imported.append)
-    for model_type in ("llama", "fox_llama", "mamba2", ""):
-        register_outside({"model_type": model_type})
-    assert imported == []
-    register_outside({"model_type": "delta_net"})
-    assert imported == ["fla.models"]
