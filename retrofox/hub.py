@@ -21,7 +21,6 @@ from retrofox.loading import shards
 from retrofox.loading.adapter import WEIGHTS, base_of
 from retrofox.loading.converted import load, require_finite
 from retrofox.loading.source import read_config
-from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
@@ -54,7 +53,6 @@ def push(
     message: str | None = None,
     dry_run: bool = False,
     base: str | None = None,
-    report: str | Path | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
     """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and verifies what is there.
@@ -67,7 +65,6 @@ def push(
         private: the repository must be private: a new one is made so, a public one is refused.
         dry_run: check and list, upload nothing.
         base: for an adapter: the Hub id of its converted base, where the adapter names it by a local path.
-        report: folder that `retrofox report` wrote; None = `report` in the directory, if it is there.
         check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
@@ -76,7 +73,7 @@ def push(
 
     Raises:
         ValueError: the checkpoint is incomplete, `repo` is not a repository name, a file or the logits differ
-            afterwards, the report is of other weights.
+            afterwards.
         OSError: the Hub can't be reached or refuses it, as without a token that may write.
     """
     directory = Path(directory)
@@ -94,10 +91,6 @@ def push(
         check_complete(directory)
         text, licence = _model_card(directory)
     text = f"{text.rstrip()}\n\n{history(directory)}"
-    measured = report_of(directory, None if report is None else Path(report)) if base is None else None
-    if measured is not None:
-        text = with_section(text, measured[0])
-        contents |= measured[1]
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
     found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values())}
@@ -116,10 +109,8 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
-        if name.parts[0] == FOLDER:
-            continue  # what of it goes along is added by `push`
         stays = name.name.endswith(LEFT_AT_HOME) or any(part.startswith(OF_TRAINING) for part in name.parts)
-        if file.is_file() and not stays:
+        if file.is_file() and not stays and name.parts[0] != "report":
             contents[name.as_posix()] = file
     return contents
 

@@ -18,7 +18,7 @@ def report(
     suite: Annotated[Literal["quick", "long", "full"], typer.Option(help="How much is measured; see below.")] = "quick",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the report; by default `report` in the model's directory, where push finds it."),
+        typer.Option(help="Folder for the report; by default `report` in the model's directory."),
     ] = None,
     length: Annotated[
         int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest text, not the suite's.")

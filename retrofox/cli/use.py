@@ -109,10 +109,6 @@ def push(
         bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
     ] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Folder of its report, for the card; by default `report` in the model's directory."),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
     base: Annotated[
         str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
@@ -129,7 +125,7 @@ def push(
     check_repo(repo)
     from retrofox.hub import push as run
 
-    options: dict[str, Any] = {"private": private, "message": message, "report": report, "dry_run": dry_run}
+    options: dict[str, Any] = {"private": private, "message": message, "dry_run": dry_run}
     print(json.dumps(run(directory, repo, **options, base=base, check=check), indent=2))
 
 

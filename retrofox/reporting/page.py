@@ -1,4 +1,4 @@
-"""The page of a report, self-contained HTML with figures drawn from its own numbers, and its part of a model's card."""
+"""The page of a report: self-contained HTML with figures drawn from its own numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from retrofox.evaluation import gates_report, loss_report
 from retrofox.evaluation.needle_report import depth_figure, length_figure
-from retrofox.reporting.pushed import FOLDER, HEADING, PAGE
 from retrofox.reporting.summary import cell, difference
 from retrofox.support.plots import svg
 
@@ -103,7 +102,6 @@ def _method(result: dict[str, Any]) -> dict[str, str]:
     environment, gpu = result["environment"], result["environment"]["gpu"]
     return {
         "model": result["model"],
-        "fingerprint": result["model_fingerprint"],
         "against": ", ".join(result["against"]) or "nothing",
         "texts": ", ".join(result["data"]) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version),
@@ -119,41 +117,3 @@ def _part_row(name: str, entry: dict[str, Any]) -> list[str]:
     where = own["gpu"]["name"] if own["gpu"] else own["cpu"]["name"]
     dtype = next(iter(entry["result"].get("lines", [{}])), {}).get("dtype", "")
     return [name, entry["measures"], f"{entry['seconds']:.0f}", own["time"][:16], where, dtype]
-
-
-def card_section(result: dict[str, Any]) -> str:
-    """A Markdown section: the summary's table and sentences, what is missing, and what it was measured with."""
-    summary = result["summary"]
-    labels = summary["labels"]
-    with_base = "base" in labels
-    header = ["", *labels.values(), *(["difference", ""] if with_base else [])]
-    lines = [HEADING, "", _plain(summary["headline"]) + ".", "", _row(header)]
-    lines.append(_row(["---", *["---:"] * (len(header) - 1)]))
-    for row in summary["rows"]:
-        name = row["what"] if row["topic"] == "tasks" else f"{row['topic']} at {row['what']}"
-        cells = [name, *(" ".join(cell(row["values"].get(key), row["unit"])).strip() for key in labels)]
-        if with_base:
-            cells += [" ".join(difference(row)).strip(), row["state"] or ""]
-        lines.append(_row(cells))
-    lines.append("")
-    told = [text for topic in ("memory", "loss", "tasks") for text in summary["sentences"][topic]]
-    lines += [f"* {_plain(text)}" for text in told]
-    lines += [f"* not measured: {_plain(name)} ({_plain(why)})" for name, why in result["missing"].items()]
-    environment = result["environment"]
-    where = environment["gpu"]["name"] if environment["gpu"] else environment["cpu"]["name"]
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("retrofox", "torch", "transformers"))
-    lines += ["", f"Suite `{result['suite']}`, {environment['time'][:10]}, {where}, {versions}. Shares with Wilson"]
-    lines += ["intervals, other intervals over documents, all 95 %."]
-    lines += [f"Plots and all tables: [{FOLDER}/{PAGE}]({FOLDER}/{PAGE})."]
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
-
-
-def _plain(text: str) -> str:
-    """Text that makes no Markdown: names of models may hold bars, stars or brackets."""
-    for mark in "\\|*_<>[]`":
-        text = text.replace(mark, f"\\{mark}")
-    return " ".join(text.split())

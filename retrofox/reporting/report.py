@@ -18,8 +18,7 @@ from retrofox.evaluation.names import refuse_unknown, refuse_without_tasks
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted
-from retrofox.reporting.page import card_section, render
-from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
+from retrofox.reporting.page import render
 from retrofox.reporting.sections import Asked, Kept, Part, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
@@ -51,16 +50,16 @@ def report(
     """Measures a model beside its base and writes one HTML page, report.html, and one JSON, report.json.
 
     Parts: needles, loss by position, unlike texts and instructions, gates, tasks. Each one's numbers and figures are
-    kept in OUT/parts as soon as it is done, under a fingerprint of models, texts, options and versions: a report that
-    was interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What
-    can't be measured is named on the page with the reason, and tried again the next time.
+    kept in OUT/parts as soon as it is done, with the models' files, texts, options and versions: a report that was
+    interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What can't
+    be measured is named on the page with the reason, and tried again the next time.
 
     Args:
         model: Hub id, directory, adapter directory or .gguf file.
         against: the same, one or several; differences are taken to the first.
         data: texts for needles, loss and gates.
         suite: "quick", "long" or "full" (see `suites.SUITES`); on a CPU "quick" is shorter.
-        out: where it goes; None = the folder "report" in a converted model's directory, where `push` finds it.
+        out: where it goes; None = the folder "report" in a converted model's directory; `push` leaves it at home.
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
         baselines: "yarn:4": the base under YaRN x 4 is a column of needles and loss, too.
@@ -69,7 +68,7 @@ def report(
 
     Returns:
         What report.json holds: "suite", "models", "summary", "parts" (each evaluation's own numbers), "missing",
-        "seconds", "environment", "markdown" (for the model's card).
+        "seconds", "environment".
 
     Raises:
         FileNotFoundError: a model or text that is not there.
@@ -101,22 +100,21 @@ def report(
     if name is not None:
         call_model({part: entry["result"] for part, entry in done.items()}, name)
     result: dict[str, Any] = {
-        "format": FORMAT,
         "suite": suite,
         "model": asked.model,
         "against": asked.against,
         "data": asked.data,
-        "model_fingerprint": kept.models[0],
         "summary": summarise({name: entry["result"] for name, entry in done.items()}),
         "parts": done,
         "missing": missing,
         "seconds": time.time() - started,
         "environment": environment(),
     }
-    result["markdown"] = card_section(result)
-    write_result(folder / PAGE, render(result).encode())
-    write_result(folder / DATA, (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode())
-    _console().print(f"wrote {folder / PAGE} and {folder / DATA}", soft_wrap=True)
+    write_result(folder / "report.html", render(result).encode())
+    write_result(
+        folder / "report.json", (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode()
+    )
+    _console().print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
     return result
 
 
@@ -132,7 +130,7 @@ def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) ->
 
 def _folder_in(model: str) -> Path:
     if Path(model).is_dir() and holds_converted(model):
-        return Path(model) / FOLDER
+        return Path(model) / "report"
     raise ValueError(f"name a folder for the report (--out): {model} is no directory of a converted model to put it in")
 
 

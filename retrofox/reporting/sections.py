@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 
 from retrofox.config import Source
-from retrofox.conversion.fingerprint import hash_of, model_fingerprint
 from retrofox.data.files import Digests
 from retrofox.data.sources import resolve
 from retrofox.evaluation.evaluate import evaluate
@@ -23,8 +23,9 @@ from retrofox.evaluation.names import expand
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel
+from retrofox.loading.adapter import base_of
 from retrofox.loading.device import resolve_device
-from retrofox.loading.source import holds_converted
+from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
 from retrofox.support.files import write_result
@@ -161,6 +162,17 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
     return parts
 
 
+def files_of(model: str) -> list[Any]:
+    """Name, size and time of the files of a model, and of an adapter's base; of a Hub id the place of its commit."""
+    path = Path(model)
+    if not path.exists():
+        read_config(model)  # fetches it
+        return [str(try_to_load_from_cache(model, "config.json"))]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+    return found + (files_of(base_of(path)) if (path / "adapter_config.json").is_file() else [])
+
+
 @dataclass
 class Kept:
     """Finished parts in OUT/parts, one folder each, whose part.json names the model, data and options behind it."""
@@ -172,15 +184,15 @@ class Kept:
 
     def __post_init__(self) -> None:
         digests = Digests()
-        self.models = [model_fingerprint(source, digests) for source in (self.asked.model, *self.asked.against)]
+        self.models = [files_of(source) for source in (self.asked.model, *self.asked.against)]
         units = [unit for path in self.asked.data for unit in resolve(Source(path=path))]
-        self.texts = hash_of([unit.identity(digests) for unit in units])
+        self.texts = [unit.identity(digests) for unit in units]
         place = self.asked.include_path
         files = sorted(file for file in Path(place).rglob("*") if file.is_file()) if place else []
-        self.task_files = hash_of([[str(file.relative_to(str(place))), digests.of(file)] for file in files])
+        self.task_files = [[str(file.relative_to(str(place))), digests.of(file)] for file in files]
 
     def identity(self, part: Part) -> dict[str, Any]:
-        """All that decides a part's numbers, as JSON has it: files by their content, not by where they lie."""
+        """All that decides a part's numbers, as JSON has it; of files not where they lie."""
         paths = ("model", "against", "data", "include_path")
         identity = {
             "part": part.name,
