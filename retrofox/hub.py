@@ -55,7 +55,7 @@ def push(
     base: str | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
-    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and verifies what is there.
+    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and loads it from there.
 
     The card's placeholder for the repository becomes its name; a directory without a card gets one, with the base's
     licence. Beside a run's recipe.yaml the card shows recipe and loss.
@@ -68,12 +68,11 @@ def push(
         check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
-        repo, files (path -> bytes), bytes, licence; unless dry_run also commit and verified, how many files were
-        compared, and logits_equal (None without `check`).
+        repo, files (path -> bytes), bytes, licence; unless dry_run also commit and logits_equal (None without
+        `check`).
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is not a repository name, a file or the logits differ
-            afterwards.
+        ValueError: the checkpoint is incomplete, `repo` is not a repository name, or the logits differ afterwards.
         OSError: the Hub can't be reached or refuses it, as without a token that may write.
     """
     directory = Path(directory)
@@ -98,7 +97,7 @@ def push(
     if dry_run:
         return found
     commit = publish(repo, contents, private, message or f"Upload {directory.absolute().name} with retrofox")
-    found |= {"commit": commit, "verified": len(contents), "logits_equal": None}
+    found |= {"commit": commit, "logits_equal": None}
     if check:
         found["logits_equal"] = _loads_the_same(directory, repo, commit)
     return found

@@ -117,7 +117,7 @@ def push(
         bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
     ] = True,
 ) -> None:
-    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before, every file
+    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before,
     and the logits after.
     """
     from retrofox.conversion.upload import check_repo

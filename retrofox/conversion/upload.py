@@ -1,15 +1,13 @@
-"""Putting files into a repository of the Hub: in one commit, private where asked, each file's hash compared after."""
+"""Putting files into a repository of the Hub: in one commit, private where asked."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 WEIGHTS = re.compile(r"((pytorch_|adapter_)?model)[^/]*\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
@@ -27,13 +25,13 @@ def check_repo(repo: str) -> None:
 
 
 def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:
-    """Uploads files (path -> content) in one commit and compares their hashes there; returns the commit.
+    """Uploads files (path -> content) in one commit; returns it.
 
     Weights of an earlier upload that this one does not replace are deleted in the same commit: they might be loaded.
     Where it fails, none of the files is visible, or all are.
 
     Raises:
-        ValueError: the repository is public where a private one was asked for, or a file there is another one.
+        ValueError: the repository is public where a private one was asked for.
         OSError: the Hub refuses it, as without a token that may write.
     """
     api = HfApi()
@@ -45,23 +43,4 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
         )
     stale = [name for name in api.list_repo_files(repo) if name not in contents and WEIGHTS.fullmatch(name)]
     add = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
-    commit = api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title)
-    found = api.list_repo_tree(repo, recursive=True, revision=commit.oid)
-    there = {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
-    differing = [name for name, content in contents.items() if name not in there or not _same(content, there[name])]
-    if differing:
-        raise ValueError(f"{', '.join(differing[:5])} at {repo} differ from what was uploaded: push again")
-    return commit.oid
-
-
-def _same(content: bytes | Path, there: RepoFile) -> bool:
-    """Whether a file on the Hub has the content's hash: SHA-256 where it is stored by LFS, else git's blob hash."""
-    size = len(content) if isinstance(content, bytes) else content.stat().st_size
-    digest = hashlib.sha256() if there.lfs is not None else hashlib.sha1(b"blob %d\0" % size)
-    if isinstance(content, bytes):
-        digest.update(content)
-    else:
-        with open(content, "rb") as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest() == (there.blob_id if there.lfs is None else there.lfs.sha256)
+    return api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title).oid
