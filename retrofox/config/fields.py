@@ -74,26 +74,14 @@ class Section(BaseModel):
     old_names: ClassVar[dict[str, str]] = {}
     """Former names of keys of this section -> their names, for recipes of then."""
 
-    gone: ClassVar[dict[str, Any]] = {}
-    """Keys that are no more -> their defaults, which runs of then wrote out and which are left out; ...: any value."""
-
     @model_validator(mode="before")
     @classmethod
-    def _of_then(cls, values: Any) -> Any:
+    def _renamed(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        kept = {}
-        for key, value in values.items():
-            if value is None and (key not in cls.model_fields or cls.model_fields[key].default is not None):
-                continue  # a default, or a key of another objective, as runs of then wrote them out
-            if key in cls.gone and cls.gone[key] in (..., value):
-                if cls.gone[key] is ...:
-                    _say_once(f"{key} is no more: it is left out")
-                continue
-            if key in cls.old_names:
-                _say_once(f"{key} is the old name of {cls.old_names[key]}")
-            kept[cls.old_names.get(key, key)] = value
-        return kept
+        for key in cls.old_names.keys() & values.keys():
+            _say_once(f"{key} is the old name of {cls.old_names[key]}")
+        return {cls.old_names.get(key, key): value for key, value in values.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> Section:

@@ -107,7 +107,6 @@ def _explain(item: Any) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = list(section.model_fields)
         hint = section.hints.get(place[-1]) or _did_you_mean(place[-1], known)
-        hint = "is no more: remove it" if place[-1] in section.gone else hint
         return key, f"unknown key, given {shown}{hint and f' ({hint})'}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
         allowed = context["expected"]

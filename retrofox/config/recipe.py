@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -17,7 +17,6 @@ class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
     old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
-    gone: ClassVar[dict[str, Any]] = {"reflow": 0.0, "recase": 0.0}
 
     path: str = Field(min_length=1)
     weight: float = Field(
@@ -51,7 +50,6 @@ class DataConfig(Section):
     """Where documents come from and how they become tokens."""
 
     old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
-    gone: ClassVar[dict[str, Any]] = {"workers": ...}
 
     train: list[SourceOrPath] = Field(min_length=1)
     eval: list[SourceOrPath] = Field(default=[])

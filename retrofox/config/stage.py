@@ -27,8 +27,6 @@ class Rates(Section):
 class Budget(Section):
     """A pressure on the gates until few enough keys are left alive (`retrofox.training.budget`)."""
 
-    gone: ClassVar[dict[str, Any]] = {"form": "equal", "spare": []}
-
     share: float = Field(gt=0, lt=1, description="of the keys that are to be left alive")
     length: Positive = Field(default=32768, description="tokens of the text of which it is the share")
     weight: float = Field(default=0.03, gt=0, description="of the pressure beside the loss")
@@ -38,7 +36,6 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    gone: ClassVar[dict[str, Any]] = {"teacher": "auto", "gate_delay_tokens": 0, "anneal": True}
     trains_pretrained: ClassVar[bool] = True
     """Whether a stage trains the pretrained parts unless its rates say otherwise."""
     without: ClassVar[tuple[str, ...]] = ()

@@ -89,10 +89,6 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature: unknown key, given 2"]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
-        (
-            "data.train=[{path: a, reflow: 0.25}]",
-            ["reflow: unknown key, given 0.25 (is no more: remove"],
-        ),
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
         (
@@ -276,20 +272,3 @@ def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
     assert [source.fact_share for source in load_recipe(recipe_file, changes).data.read_as()] == [0.2, 0.7]
     load_recipe(recipe_file, changes)
     assert [record.message for record in caplog.records] == ["recall is the old name of fact_share"]
-
-
-def test_a_recipe_of_a_run_made_before_still_loads():
-    stage = {"objective": "distill", "tokens": 9, "sequence_length": 3}
-    values = {"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [{**stage, "teacher_logits": None}]}
-    values["log"] = {"heads_every": None}
-    values["data"] = {"train": [{"path": "t", "reflow": 0.0, "recase": 0.0}], "workers": 4}
-    budget = {"share": 0.5, "form": "equal"}
-    values["stages"].append({**stage, "objective": "extend", "budget": budget})
-    assert validate(values).stages[0].tokens == 9
-    nulls = dict.fromkeys(("max_position", "budget", "teacher", "temperature", "ce_weight"))
-    for objective in ("align", "distill", "extend"):
-        written = {**values, "stages": [{**stage, **nulls, "objective": objective}]}
-        assert validate(written) == validate({**values, "stages": [{**stage, "objective": objective}]})
-    values["stages"][0]["teacher_logits"] = "logits"
-    with pytest.raises(ValueError, match=r"stages\.0\.teacher_logits: unknown key"):
-        validate(values)
