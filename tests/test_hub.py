@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,8 +22,6 @@ import retrofox
 from retrofox.hub import _logits, check_complete, push
 from retrofox.loading.adapter import peft_is_behind
 from retrofox.loading.source import read_config
-from retrofox.reporting.pushed import HEADING, report_of, with_section
-from retrofox.reporting.report import report
 
 MODEL = r"([^/]+/[^/]+?)"
 LARGE = ".safetensors"
@@ -280,6 +277,7 @@ def converted(pico_checkpoint, tmp_path) -> Path:
 
 
 AT_HOME = (
+    "report/report.html",
     *("optimizer.pt", "scaler.pkl", "checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json"),
     *("__pycache__/modeling_fox.cpython-311.pyc", "runs/events.out.tfevents.1.host", ".cache/x.json"),
 )
@@ -475,63 +473,3 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
         (converted / "config.json").write_text(json.dumps({**config, "fox": fox}))
         with pytest.raises(ValueError, match=r"must be a mapping|unknown key 'ropee' in fox"):
             check_complete(converted)
-
-
-# a report beside a model
-
-
-@pytest.fixture
-def reported(converted) -> Path:
-    """A converted directory with a report in it."""
-    report(str(converted), progress=False)
-    return converted
-
-
-def test_a_report_goes_along_and_into_the_card(reported, online):
-    push(reported, "me/fox", check=False)
-    files = online.at("me/fox", "main")[1]
-    assert {name for name in files if name.startswith("report/")} == {"report/report.html", "report/report.json"}
-    card = files["README.md"].decode()
-    section = json.loads((reported / "report" / "report.json").read_text())["markdown"]
-    assert card.startswith((reported / "README.md").read_text().split("```python")[0])
-    assert card.endswith(section)
-    assert "[report/report.html](report/report.html)" in section
-    assert HEADING not in (reported / "README.md").read_text()  # the one on disk stays as it is
-
-
-def test_a_report_elsewhere_is_named(reported, tmp_path, run):
-    shutil.move(reported / "report", tmp_path / "elsewhere")
-    assert report_of(reported) is None
-    assert "report/report.html" not in push(reported, "me/fox", dry_run=True)["files"]
-    code, printed, err = run("push", reported, "me/fox", "--report", tmp_path / "elsewhere", "--dry-run")
-    assert code == 0, err
-    assert "report/report.html" in json.loads(printed)["files"]
-    with pytest.raises(FileNotFoundError, match="no report in"):
-        push(reported, "me/fox", report=tmp_path, dry_run=True)
-
-
-def test_a_report_of_other_weights_or_a_damaged_one_is_not_pushed(reported, online):
-    place, config = reported / "report" / "report.json", reported / "config.json"
-    kept, values = place.read_text(), config.read_text()
-    config.write_text(json.dumps({**json.loads(values), "rms_norm_eps": 1e-4}))
-    with pytest.raises(ValueError, match=r"of other weights than those in .*run `retrofox report` again"):
-        push(reported, "me/fox")
-    config.write_text(values)
-    for damaged in (kept[:100], "[]", "{}"):
-        place.write_text(damaged)
-        with pytest.raises(ValueError, match="is damaged"):
-            push(reported, "me/fox")
-    place.write_text(kept)
-    (reported / "report" / "report.html").unlink()
-    with pytest.raises(ValueError, match=r"is damaged .*report\.html"):
-        push(reported, "me/fox")
-    assert online.repos == {}
-
-
-def test_a_section_takes_the_place_of_an_older_one():
-    card = "# A\n\ntext\n"
-    once = with_section(card, f"{HEADING}\n\nfirst \\1\n")
-    assert once == f"# A\n\ntext\n\n{HEADING}\n\nfirst \\1\n"
-    assert "first" not in with_section(once, f"{HEADING}\n\nsecond\n")
-    between = with_section(f"{once}\n## Licence\n\nfree\n", f"{HEADING}\n\nsecond\n")
-    assert between == f"# A\n\ntext\n\n{HEADING}\n\nsecond\n\n## Licence\n\nfree\n"
