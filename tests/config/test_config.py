@@ -81,10 +81,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("data.train.0.pth=x", ["which has no 'pth'", "data.train.0"]),
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
         ("fox=3", ["fox: the fox section must be a mapping", "got a int"]),
-        (
-            "stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}",
-            ["rates.rest must be 0"],
-        ),
+        ("stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}", ["rates.rest must be 0"]),
         ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature: unknown key, given 2"]),
@@ -247,9 +244,7 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a: [1, 2", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000],
-    ids=range(6),
+    "text", ["a: [1, 2", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000], ids=range(6)
 )
 def test_a_yaml_error_is_one_line_that_names_the_file(text):
     with pytest.raises(ValueError, match=r"^r.yaml: not valid YAML: ") as error:

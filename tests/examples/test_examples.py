@@ -60,15 +60,6 @@ def commanding(monkeypatch, run):
     return build
 
 
-@pytest.mark.parametrize("name", SIX)
-def test_an_example_is_short_and_says_what_it_shows(name):
-    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-    assert len(lines) < 61
-    assert lines[0].startswith('"""')
-    assert any(f"python examples/{name}.py" in line for line in lines[:8])
-    assert any('parser.add_argument("--' in line for line in lines)
-
-
 def test_every_example_is_tested_here():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*SIX, "demo"}
 

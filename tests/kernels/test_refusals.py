@@ -74,15 +74,6 @@ def test_a_window_and_sinks_may_be_longer_than_any_document(backend, compiled):
     assert torch.equal(far(*inputs, window=10**30, sink=10**30), run(*inputs, window=6, sink=6))
 
 
-def test_tensors_that_are_not_dense_are_refused():
-    q, k, v, log_f = problem()
-    rows = [x[0] for x in (k, k)]
-    others = {"sparse": k.to_sparse(), "nested": torch.nested.nested_tensor(rows, layout=torch.jagged)}
-    for name, other in others.items():
-        with pytest.raises(ValueError, match=f"k must be a dense tensor, got a .*{name}.* one: pad rows or pack them"):
-            forgetting_attention(q, other, v, log_f)
-
-
 B, S, H, HKV, D = 2, 300, 4, 2, 16
 q, k, v = (torch.randn(B, n, heads, D) for n, heads in ((1, H), (S, HKV), (S, HKV)))
 hi, lo = (torch.zeros(B, H, S + 36)[..., :S] for _ in range(2))

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from retrofox.support.files import write_result
-from retrofox.support.plots import (
-    half_life_figure,
-    loss_figure,
-    needle_figure,
-    save_csv,
-    save_figure,
-    tokens_label,
-)
+from retrofox.support.plots import half_life_figure, loss_figure, needle_figure, save_csv, save_figure, tokens_label
 
 
 def curve(label: str, level: float, error: float | None = 0.1, look: int = 0) -> dict:

@@ -149,19 +149,6 @@ def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch)
     assert lines[-1]["live_operations_32k"] == found["live_operations_32k"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("stages.0.budget={share: 1.5}", "less than 1"),
-        ("stages.0.budget={shar: 0.5}", "did you mean 'share'"),
-        ("stages.0.objective=adapt", "budget: unknown key"),
-    ],
-)
-def test_a_budget_that_can_not_be_meant_is_refused(recipe, change, said):
-    with pytest.raises(ValueError, match=said):
-        load_recipe(recipe, [change])
-
-
 def test_without_trained_gates_it_is_refused(recipe):
     with pytest.raises(ValueError, match="budget is for gates, and this stage trains none"):
         train(load_recipe(recipe, ["stages.0.rates={gate_bias: 0, gate_weight: 0}"]))

@@ -14,12 +14,7 @@ from retrofox.config import LoraConfig, stage_of
 from retrofox.data.packed import IGNORE, next_token_targets
 from retrofox.training.chunked_loss import choose_cross_entropy, is_plain_head
 from retrofox.training.lora import add_adapters
-from retrofox.training.objectives import (
-    Align,
-    Distill,
-    Extend,
-    original_form,
-)
+from retrofox.training.objectives import Align, Distill, Extend, original_form
 from retrofox.training.param_groups import set_trainable
 
 CPU = torch.device("cpu")

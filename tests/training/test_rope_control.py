@@ -65,10 +65,7 @@ def test_a_rope_that_would_be_lost_or_ignored_is_refused(control):
         ({"lora": {}, "rope_theta": 5e5}, "rope_theta is for unconverted models: remove it, or remove `lora:`"),
         ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, "did you mean 'yarn'"),
         ({"rope_scaling": {**YARN, "factor": 1}}, "greater than 1"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "llama3 takes low_freq_factor, high_freq_factor",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 takes low_freq_factor, high_freq_factor"),
     ):
         with pytest.raises(ValueError, match=told):
             control(**keys)

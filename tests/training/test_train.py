@@ -23,12 +23,7 @@ from retrofox.training.log import JsonLog, log_line
 from retrofox.training.loss_spike import Diverged, Guard
 from retrofox.training.measure import check_here
 from retrofox.training.model_tweaks import fuse_norms, recompute
-from retrofox.training.param_groups import (
-    parameter_groups,
-    role_of,
-    schedule,
-    set_trainable,
-)
+from retrofox.training.param_groups import parameter_groups, role_of, schedule, set_trainable
 from retrofox.training.train import train
 from retrofox.training.trainer import FoxTrainer
 
