@@ -170,7 +170,7 @@ class Bench:
         changes = changes_that_fit(shape, recipe, stage, room, setting)
         stage = stage.model_copy(update=changes or {})
         planned = memory(shape, recipe, stage, setting)
-        keys = ("gradient_checkpointing", "tiled_mlp", "offload_activations", "offload_optimizer")
+        keys = ("gradient_checkpointing", "tiled_mlp", "offload_activations")
         return {
             "switches": {key: getattr(stage, key) for key in keys},
             "added_by_the_plan": named(changes or {}),
@@ -220,7 +220,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def switch(text: str) -> tuple[str, Any]:
     """KEY=VALUE of a stage, such as offload_activations=true."""
     key, separator, value = text.partition("=")
-    if not separator or key not in ("tiled_mlp", "offload_activations", "offload_optimizer", "gradient_checkpointing"):
+    if not separator or key not in ("tiled_mlp", "offload_activations", "gradient_checkpointing"):
         raise argparse.ArgumentTypeError(f"{text!r}: give a switch, such as tiled_mlp=auto or offload_activations=true")
     return key, {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
 

@@ -22,7 +22,6 @@ def test_a_tiny_row(tmp_path, capsys):
         "gradient_checkpointing": "full",
         "tiled_mlp": 8,
         "offload_activations": True,
-        "offload_optimizer": False,
     }
     assert (row["layers"], row["length"], row["steps"], row["warm"], row["speed_ratio"]) == (1, 24, 1, False, 1.0)
     assert row["flops_per_second"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"], rel=0.01)

@@ -75,9 +75,6 @@ class Stage(Section):
     offload_activations: bool = Field(
         default=False, description="the checkpoints of gradient_checkpointing wait in CPU memory for the backward"
     )
-    offload_optimizer: bool = Field(
-        default=False, description="the optimizer's state stays in CPU memory and visits the GPU in each step"
-    )
     compile: bool = Field(default=False, description="torch.compile of the MLPs and norms")
     spike_factor: float = Field(
         default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"

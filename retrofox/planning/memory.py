@@ -31,8 +31,6 @@ TILE_TENSORS = 7
 """Tensors as wide as the MLP in the backward of a tile."""
 GATHERED = 24_000_000
 """Parameters that FSDP2 gathers at a time, two such units at once."""
-VISITING = 2**26
-"""Parameters whose optimizer state is on the GPU at a time with `offload_optimizer`."""
 PARTS = ("weights", "teacher", "gradients", "optimizer", "activations", "logits", "other")
 
 
@@ -117,7 +115,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     shared: dict[str, float] = {
         "weights": weights / on.shards,
         "teacher": float(number * shape.base) if has_teacher(recipe, stage) else 0.0,
-        "optimizer": 0.0 if stage.offload_optimizer and on.cuda else optimizer,
+        "optimizer": 0.0 if is_paged(recipe) and on.cuda else optimizer,
     }
 
     # numbers that autocast makes of float32 weights, or FSDP2 of its parts
@@ -146,7 +144,6 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     waiting = buckets + (gradients if micro_batches > 1 else 0.0)
     ends = {"activations": kept, "gradients": waiting, "logits": 0.0}
     first = log + (working + 2 * checkpoint if again else layer + behind)
-    step = optimizer * min(1.0, max(VISITING, head_size) / trained) if trained else 0.0
     moments = (
         {**ends, "logits": logits, "other": copies + kept_head + product + head_copy},  # at the logits
         {  # in the backward of the last layer
@@ -155,7 +152,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
             "other": copies + copied + kept_head,
         },
         {"activations": first, "gradients": gradients + buckets, "other": copied},  # in that of the first
-        {"gradients": gradients + buckets, "optimizer": max(step, shared["optimizer"])},  # in the optimizer's step
+        {"gradients": gradients + buckets},  # in the optimizer's step
     )
     peak = max(({**shared, **parts} for parts in moments), key=lambda parts: sum(parts.values()))
     return {part: peak.get(part, 0.0) for part in PARTS}
@@ -193,6 +190,11 @@ def logit_rows(shape: Shape, stage: Stage, cuda: bool) -> int:
     return max(64, rows // 4) if stage.objective == "distill" else rows
 
 
+def is_paged(recipe: Recipe) -> bool:
+    """Whether the optimizer's state is in CPU memory where the GPU's is short: bitsandbytes' paged optimizers."""
+    return recipe.optim.startswith("paged")
+
+
 def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
     """Bytes of CPU memory that one process's offloads take; {} without them."""
     number = 4 if recipe.precision == "fp32" else 2
@@ -201,7 +203,7 @@ def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[
         rows = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
         gone = max(0, recomputed(stage, shape.layers) - 2)
         found["activations"] = float(gone * number * rows * shape.hidden)
-    if stage.offload_optimizer and on.cuda:
+    if is_paged(recipe) and on.cuda:
         trained = sum(trained_parameters(shape, recipe, stage).values())
         found["optimizer"] = float(STATE_BYTES.get(recipe.optim, 8)) * trained
     return found

@@ -28,14 +28,13 @@ SWITCHES: dict[str, Any] = {
     "micro_batch": 1,
     "tiled_mlp": "auto",
     "offload_activations": True,
-    "offload_optimizer": True,
     "gradient_checkpointing": "full",
 }
 """Switches that save memory and what they are set to, from the one that costs least time to the one that costs most.
 
 One row at a time costs nothing where a row fills the GPU; tiles and offloaded checkpoints, which only come with
-gradient checkpointing, nothing that their copies can't hide; an offloaded optimizer 16 bytes of traffic a trained
-parameter in each step; gradient checkpointing a third of the products, every layer's forward once more.
+gradient checkpointing, nothing that their copies can't hide; gradient checkpointing a third of the products, every
+layer's forward once more.
 """
 LONGEST = 1 << 24
 """Tokens at which the search for the longest row ends."""
@@ -178,8 +177,6 @@ def _can_change(key: str, shape: Shape, recipe: Recipe, stage: Stage, setting: S
         return stage.tiled_mlp == "none" and not stage.compile and bool(shape.matrices) and setting.sharding != "zero3"
     if key == "offload_activations":
         return stage.objective != "align" and setting.cuda
-    if key == "offload_optimizer":
-        return setting.cuda and setting.shards == 1 and recipe.optim.startswith("adamw_torch")
     return True
 
 

@@ -28,7 +28,7 @@ FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers
 FREE_IN_DATA = ("cache",)
 FREE_IN_STAGE = (
     *("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor"),
-    *("tiled_mlp", "offload_activations", "offload_optimizer"),
+    *("tiled_mlp", "offload_activations"),
 )
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 """What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""

@@ -29,7 +29,6 @@ from retrofox.training.log import Clock, JsonLog, Progress
 from retrofox.training.lora import assert_gates_saved
 from retrofox.training.loss_spike import Guard
 from retrofox.training.objectives import Extend
-from retrofox.training.optimizer_state import offloaded
 from retrofox.training.param_groups import parameter_groups, schedule, set_rates
 from retrofox.training.run_directory import Run
 from retrofox.training.sharding import shard_stage, sharding_of, step_locally, take_sharded
@@ -138,7 +137,7 @@ class FoxTrainer(Trainer):
                 shard_stage(target, self.accelerator)
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
-            self.optimizer = (offloaded(cls) if self.stage.offload_optimizer else cls)(groups, **options)
+            self.optimizer = cls(groups, **options)
             if self.is_fsdp_enabled:
                 step_locally(self.optimizer)
         return self.optimizer

@@ -98,11 +98,6 @@ def _launch(recipe: Recipe) -> Iterator[str]:
         )
     if deepspeed and (recipe.parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
         yield "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
-    if shards_weights() and any(stage.offload_optimizer for stage in recipe.stages):
-        yield (
-            "offload_optimizer is for whole weights (one GPU, DDP); FSDP2 and DeepSpeed split the optimizer over the "
-            "processes instead: set offload_optimizer: false"
-        )
 
 
 def _packages(recipe: Recipe) -> Iterator[str]:

@@ -57,7 +57,6 @@ def test_the_largest_model_takes_a_second_and_no_torch(recipe_of, tmp_path):
     ("room", "values", "change"),
     [
         (40, {"stage": {"micro_batch": 2}}, "set micro_batch: 1"),
-        (24, {"stage": {"micro_batch": 2}}, "set gradient_checkpointing: full and offload_optimizer: true"),
         (24, {"stage": {"micro_batch": 2, "sequence_length": 16384, **FULL}}, "set tiled_mlp: auto"),
         (12, {"stage": {"micro_batch": 2}}, "set lora: {rank: 16} and gradient_checkpointing: full"),
         (4.8, {"stage": FULL}, "set lora: {rank: 16, quantize: nf4}"),

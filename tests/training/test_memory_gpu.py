@@ -15,7 +15,6 @@ from retrofox.support.memory import reset_peak
 from retrofox.training.measure import measure_steps
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.objectives import Extend
-from retrofox.training.optimizer_state import offloaded
 from retrofox.training.param_groups import set_trainable
 
 pytestmark = [
@@ -27,7 +26,7 @@ WIDE = {
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.02,
 }  # fmt: skip
-ALL = {"gradient_checkpointing": "full", "tiled_mlp": 1024, "offload_activations": True, "offload_optimizer": True}
+ALL = {"gradient_checkpointing": "full", "tiled_mlp": 1024, "offload_activations": True}
 
 
 @pytest.fixture
@@ -79,32 +78,6 @@ def test_tiled_and_offloaded_steps_take_less_memory(model):
     checkpoint = 2 * tokens * 512
     assert tiled < full - 2 * 2 * tokens * 2048  # at least two of its tensors as wide as the MLP
     assert both < tiled - 3 * checkpoint  # six of eight are gone, the others come and go
-
-
-def test_an_offloaded_optimizer_takes_the_same_steps():
-    torch.manual_seed(0)
-    weights = [torch.randn(300, 40), torch.randn(77)]
-    runs = []
-    for cls in (torch.optim.AdamW, offloaded(torch.optim.AdamW)):
-        params = [torch.nn.Parameter(w.cuda()) for w in weights]
-        optimizer = cls(params, lr=1e-2, fused=True)
-        for number in range(4):
-            torch.manual_seed(number)
-            for parameter in params:
-                parameter.grad = torch.randn(parameter.shape).cuda()
-            optimizer.step()
-        runs.append((params, optimizer))
-    for one, other in zip(runs[0][0], runs[1][0], strict=True):
-        assert torch.equal(one, other)
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = runs[1][1].state[other][key]
-            assert moment.device.type == "cpu"
-            assert moment.is_pinned()
-            assert torch.equal(moment, runs[0][1].state[one][key].cpu())
-    saved = runs[1][1].state_dict()
-    again = offloaded(torch.optim.AdamW)([torch.nn.Parameter(p.detach().clone()) for p in runs[1][0]], fused=True)
-    again.load_state_dict(saved)
-    assert all(state["exp_avg"].is_pinned() and state["step"].is_cuda for state in again.state.values())
 
 
 @pytest.mark.parametrize("switches", [{"gradient_checkpointing": "full"}, ALL], ids=["full", "tiled and offloaded"])

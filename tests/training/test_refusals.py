@@ -89,7 +89,6 @@ def test_skips_that_would_change_other_documents_are_refused(
 
 FSDP1, FSDP2 = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
-OFFLOAD = "stages.0.offload_optimizer=true"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,6 @@ OFFLOAD = "stages.0.offload_optimizer=true"
         (DEEPSPEED, ["precision=fp16"], "DeepSpeed's 16-bit engines round the forget gates"),
         (DEEPSPEED, ["stages.0.tiled_mlp=auto"], "parallel.context and tiled_mlp run with DDP"),
         ({**DEEPSPEED, "WORLD_SIZE": "2"}, ["parallel.context=2"], "parallel.context and tiled_mlp run with DDP"),
-        (FSDP2, [OFFLOAD], "offload_optimizer is for whole weights"),
     ],
 )
 def test_a_launch_that_would_lose_gates_or_fail_later_is_refused(recipe, monkeypatch, told, changes, reason):

@@ -9,7 +9,7 @@ from safetensors.torch import load
 from retrofox.training.offload import Offload
 from retrofox.training.train import train
 
-OFFLOAD = {"gradient_checkpointing": "full", "offload_activations": True, "offload_optimizer": True}
+OFFLOAD = {"gradient_checkpointing": "full", "offload_activations": True}
 
 
 @pytest.fixture
