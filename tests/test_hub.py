@@ -393,9 +393,9 @@ def test_recipe_and_loss_go_with_a_trained_model(pico_fox_checkpoint, online, tm
     run.mkdir()
     pico_fox_checkpoint.rename(run / "model")
     (run / "recipe.yaml").write_text("retrofox: 0.1.0\nrecipe:\n  model: org/base\n  seed: 7\n")
-    steps = [(0, 1_000_000, 3.5), (0, 2_000_000, 3.0), (1, 1_000_000, 2.5)]
-    log = [json.dumps({"stage": stage, "step": 1, "tokens": tokens, "loss": loss}) for stage, tokens, loss in steps]
-    (run / "log.jsonl").write_text("\n".join([*log, '{"stage": 0, "tok']))
+    stages = [(2_000_000, 3.5, 3.0), (1_000_000, 2.9, 2.5)]
+    report = [dict(zip(("tokens", "loss_first", "loss_last"), stage, strict=True)) for stage in stages]
+    (run / "result.json").write_text(json.dumps({"stages": report}))
     push(run / "model", "me/fox", check=False)
     card = online.at("me/fox", "main")[1]["README.md"].decode()
     assert "seed: 7" in card

@@ -183,7 +183,7 @@ class Recipe(Section):
     data: DataConfig
     stages: list[AnyStage] = Field(min_length=1)
     lora: LoraConfig | None = None
-    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
     optim: str = Field(default="adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
     attention: str | None = Field(
         default=None, description="attn_implementation of an unconverted model; None = its default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,25 @@ def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any
         f"| trained whole | {trained} |",
     ]
     return "\n".join(lines) + "\n"
+
+
+def history(directory: Path) -> str:
+    """A section of the card about a model's training, from the recipe.yaml and result.json that a run keeps beside it.
+
+    Empty for a model of no run.
+    """
+    run = directory.absolute().parent
+    if not (run / "recipe.yaml").is_file() or not (run / "result.json").is_file():
+        return ""
+    stages = json.loads((run / "result.json").read_text(encoding="utf-8"))["stages"]
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
+    tokens = sum(stage["tokens"] for stage in stages) / 1e6
+    text = yaml.safe_dump(recipe, sort_keys=False).rstrip()
+    return (
+        f"## Training\n\n{tokens:.1f}M tokens, loss {stages[0]['loss_first']:.3f} at first and "
+        f"{stages[-1]['loss_last']:.3f} at last.\n\n"
+        f"<details><summary>recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>\n"
+    )
 
 
 def described(spec: FoxSpec) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import json
 import math
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,12 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
 def compare(source: Any, out: Path) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
     tokenizer = checkpoint_tokenizer(source, out)
-    base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
+    live = isinstance(source, PreTrainedModel)
+    base = copy.deepcopy(source) if live else load_base(source, default_attention=True)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
     tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
-    with torch.inference_mode(), _as_reference(base, dtype):
+    base = as_reference(base, dtype)
+    with torch.inference_mode():
         expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
     del base
     model = load(out, dtype=dtype).eval()
@@ -105,14 +106,10 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
-    """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
-    attention, training = base.config._attn_implementation, base.training
-    tensors = [(parameter, parameter.data) for parameter in base.parameters()]
-    buffers = [(m, key, value) for m in base.modules() for key, value in m._buffers.items()]
+def as_reference(base: Any, dtype: Any) -> Any:
+    """The base in `dtype`, in eval mode, with an attention that drops nothing."""
     exact = ("eager",) if has_softcap(base.config) else ("eager", "sdpa")
-    if attention not in exact:
+    if base.config._attn_implementation not in exact:
         base.set_attn_implementation(exact[-1])
     for parameter in base.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -122,17 +119,7 @@ def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
         for key in module._non_persistent_buffers_set:
             if module._buffers[key] is not None:
                 module._buffers[key] = fresh._buffers[key].to(module._buffers[key].device)
-    base.eval()
-    try:
-        yield
-    finally:
-        for parameter, data in tensors:
-            parameter.data = data
-        for module, key, value in buffers:
-            module._buffers[key] = value
-        base.train(training)
-        if attention not in exact:
-            base.set_attn_implementation(attention)
+    return base.eval()
 
 
 def answer(source: str, out: str, file: str) -> None:

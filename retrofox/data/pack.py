@@ -3,13 +3,13 @@
 A document longer than the window T gives floor(L / T) windows of its own; its remainder and every shorter document are
 packed best-fit-decreasing, each whole. The tail that nothing fits is padding. Windows of single tokens only, each of
 another document, hold nothing to predict and are left out. Best-fit packing for language models:
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830; here whole classes of equal lengths
-at a time instead of one by one.
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +39,7 @@ class Packing:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The bin of each item by best-fit-decreasing, ties by position.
-
-    Items of one length go to the fullest bins that take them; a bin then takes floor(room / length) of them, which is
-    what best fit does one by one, so a whole class of equally full bins is filled in one step.
+    """The bin of each item by best-fit-decreasing, ties by position: an item goes into the fullest bin that takes it.
 
     Args:
         lengths: (N,) integers in 1..capacity.
@@ -50,45 +47,25 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     Returns:
         bins (N,) int64, and their number.
     """
-    order = np.argsort(-lengths, kind="stable")
-    ranked = lengths[order]
-    cuts = np.flatnonzero(np.diff(ranked)) + 1
-    starts, stops = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(ranked)]])
-    placed = np.empty(len(lengths), dtype=np.int64)
-    classes: dict[int, np.ndarray] = {}  # room left -> bins
-    rooms: list[int] = []  # the keys of classes, ascending
-    count = 0
-
-    def put(room: int, bins: np.ndarray) -> None:
-        if room and len(bins):
-            if room in classes:
-                classes[room] = np.concatenate([classes[room], bins])
-            else:
-                classes[room] = bins
-                bisect.insort(rooms, room)
-
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) if len(ranked) else ():
-        length = int(ranked[start])
-        while start < stop:
-            at = bisect.bisect_left(rooms, length)
-            if at < len(rooms):
-                room = rooms.pop(at)
-                bins = classes.pop(room)
-            else:
-                room, each = capacity, capacity // length
-                bins = np.arange(count, count + -(-(stop - start) // each))
-                count += len(bins)
-            each = room // length
-            used = min(len(bins), -(-(stop - start) // each))
-            taken = min(used * each, stop - start)
-            placed[start : start + taken] = np.repeat(bins[:used], each)[:taken]
-            start += taken
-            last = taken - (used - 1) * each  # items in the last bin used
-            put(room, bins[used:])
-            put(room - each * length, bins[: used - 1])
-            put(room - last * length, bins[used - 1 : used])
     bins_of = np.empty(len(lengths), dtype=np.int64)
-    bins_of[order] = placed
+    bins: dict[int, collections.deque[int]] = {}  # room left -> bins, the oldest first
+    rooms: list[int] = []  # the keys of `bins`, ascending
+    count = 0
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        at = bisect.bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = bins[room].popleft()
+            if not bins[room]:
+                del bins[rooms.pop(at)]
+        else:
+            room, chosen, count = capacity, count, count + 1
+        bins_of[item] = chosen
+        if left := room - length:
+            if left not in bins:
+                bisect.insort(rooms, left)
+            bins.setdefault(left, collections.deque()).append(chosen)
     return bins_of, count
 
 

@@ -35,7 +35,6 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         max_grad_norm=stage.clip,
         optim=recipe.optim,
         bf16=recipe.precision == "bf16" and not own_autocast(recipe),
-        fp16=recipe.precision == "fp16",
         use_cpu=not torch.cuda.is_available(),
         seed=recipe.seed,
         logging_steps=recipe.log.every,

@@ -21,15 +21,13 @@ class Guard:
         root: where the stage's checkpoints lie, for the way back.
     """
 
-    def __init__(self, factor: float, fp16: bool, root: Path):
-        self.factor, self.fp16, self.root = factor, fp16, root
+    def __init__(self, factor: float, root: Path):
+        self.factor, self.root = factor, root
         self.mean: float | None = None
 
     def check(self, loss: float, grad_norm: float | None, step: int) -> None:
         """Raises Diverged, or takes the loss into the running mean."""
-        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
-        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
-        if not math.isfinite(loss) or gradient_broken:
+        if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             found = f"loss {loss}, gradient norm {grad_norm}: not finite"
         elif self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
             found = f"loss {loss:.3f} jumped from a running mean of {self.mean:.3f}"

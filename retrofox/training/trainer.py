@@ -53,7 +53,7 @@ class FoxTrainer(Trainer):
         self.data, self.clock = data, clock
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
-        self.guard = Guard(stage.spike_factor, recipe.precision == "fp16", Path(str(args.output_dir)))
+        self.guard = Guard(stage.spike_factor, Path(str(args.output_dir)))
         self.history: list[dict[str, float]] = []
         self.live_share: dict[str, float] = {}
         self.eval_before: float | None = None

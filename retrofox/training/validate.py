@@ -48,8 +48,6 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
         except (ValueError, OSError) as error:
             refusals.append(type(error)(f"{where}{error}") if where else error)
 
-    if recipe.precision == "fp16" and device.type != "cuda":
-        refusals.append(ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU"))
     collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe.optim)
     collect(refuse_mingling, recipe)
@@ -91,10 +89,10 @@ def _launch(recipe: Recipe) -> Iterator[str]:
         yield "FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2"
     elif shards_weights("FSDP") and told("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "true":
         yield "set fsdp_cpu_ram_efficient_loading: false: it would leave the forget gates uninitialised"
-    if deepspeed and (recipe.precision == "fp16" or told("ACCELERATE_MIXED_PRECISION", "no") != "no"):
+    if deepspeed and told("ACCELERATE_MIXED_PRECISION", "no") != "no":
         yield (
             "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
-            "(recipes/accelerate/zero3.yaml), and `precision` in the recipe to bf16 or fp32"
+            "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
         )
     if deepspeed and (recipe.parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
         yield "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
@@ -157,11 +155,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     refuse_sharing(model, split)
     check_length(stage.sequence_length, split)
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
-    if getattr(stage, "budget", None) is not None:
-        if not trained & {"gate_bias", "gate_weight"}:
-            raise ValueError("budget is for gates, and this stage trains none: remove it")
-        if recipe.precision == "fp16":
-            raise ValueError("budget adds to gradients, which fp16 scales: take precision bf16 or fp32")
+    if getattr(stage, "budget", None) is not None and not trained & {"gate_bias", "gate_weight"}:
+        raise ValueError("budget is for gates, and this stage trains none: remove it")
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)
     save_memory(model, stage)

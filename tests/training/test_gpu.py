@@ -76,7 +76,6 @@ def curve(recipe: Recipe) -> list[tuple]:
 
 LEARNS = {
     "plain": {},
-    "fp16": {"precision": "fp16"},
     "fp32": {"precision": "fp32"},
     "compiled": {"stage": {"compile": True}},
     "recomputed": {"stage": {"gradient_checkpointing": "full"}},

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from retrofox.config import load_recipe
@@ -39,7 +38,6 @@ def refusal(recipe: Path, *changes: str) -> str:
     return refusals[0]
 
 
-WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="fp16 runs here")
 SKIPS = ["stages.0.max_position=4096"]
 ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
 
@@ -65,7 +63,6 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         ([f"stages.1.rates={ZERO}"], "stages.1: nothing to train"),
         (["optim=galore_adamw"], "optim: galore_adamw makes its own parameter groups"),
         (["optim=adamw_nope"], "adamw_nope is not a valid OptimizerNames"),
-        pytest.param(["precision=fp16"], "precision fp16 needs a GPU", marks=WITHOUT_GPU),
     ],
 )
 def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, changes, reason):
@@ -99,7 +96,6 @@ DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
         (FSDP1, [], "FSDP version 1 can't keep the forget gates"),
         ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, [], "set fsdp_cpu_ram_efficient_loading: false"),
         ({**DEEPSPEED, "ACCELERATE_MIXED_PRECISION": "bf16"}, [], "DeepSpeed's 16-bit engines round the forget gates"),
-        (DEEPSPEED, ["precision=fp16"], "DeepSpeed's 16-bit engines round the forget gates"),
         (DEEPSPEED, ["stages.0.tiled_mlp=auto"], "parallel.context and tiled_mlp run with DDP"),
         ({**DEEPSPEED, "WORLD_SIZE": "2"}, ["parallel.context=2"], "parallel.context and tiled_mlp run with DDP"),
     ],
