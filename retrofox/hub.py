@@ -12,8 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 
 from retrofox.anatomy import vocabulary_size
-from retrofox.conversion.card import HERE, adapter_card, card_of, history, with_licence
-from retrofox.conversion.licence import licence_in, licence_of
+from retrofox.conversion.card import HERE, adapter_card, card_of, history, licence_in, licence_of, with_licence
 from retrofox.conversion.upload import check_repo, publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards

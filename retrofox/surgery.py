@@ -24,8 +24,8 @@ from retrofox.families import (
 )
 from retrofox.fox_spec import OPEN, FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias
+from retrofox.loading.converted import savable
 from retrofox.loading.errors import opening
-from retrofox.loading.generation_config import savable
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.version import __version__

@@ -8,7 +8,7 @@ import torch
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.data.fixed_text import TEXT
+from retrofox.conversion.verify import TEXT
 from retrofox.loading.base import load_base
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"

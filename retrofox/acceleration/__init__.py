@@ -13,7 +13,7 @@ from typing import Any
 from fox_kernels import forgetting_attention
 from transformers import DynamicCache
 
-from retrofox.acceleration import attention_dispatch, fused_attention, fused_parts, growing_cache
+from retrofox.acceleration import attention_dispatch, fused_attention, growing_cache
 from retrofox.acceleration.cuda_graph_decoding import decode
 from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
 
@@ -29,10 +29,10 @@ def attach(code: Any) -> None:
     code.BACKENDS.update(attention_dispatch.backends(code))
     code.choose = attention_dispatch.choosing(code.choose)
     code.with_gates = growing_cache.with_gates(code.with_gates)
-    code.ForgetGate.log_f = fused_parts.gate(code.ForgetGate.log_f)
-    code.HeadNorm.forward = fused_parts.head_norm(code.HeadNorm.forward)
-    code.OutputGate.forward = fused_parts.output_gate(code.OutputGate.forward)
-    code.Shift.forward = fused_parts.shift(code.Shift.forward)
+    code.ForgetGate.log_f = fused_attention.gate(code.ForgetGate.log_f)
+    code.HeadNorm.forward = fused_attention.head_norm(code.HeadNorm.forward)
+    code.OutputGate.forward = fused_attention.output_gate(code.OutputGate.forward)
+    code.Shift.forward = fused_attention.shift(code.Shift.forward)
     code.RotaryFade.forward = fused_attention.shared_edit(code.RotaryFade.forward)
     code.attention_class = fused_attention.with_copies(code.attention_class)
     code.FoxMixin.run = fused_attention.run(code)

@@ -13,10 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from retrofox.cli import adapt, measure, recipe_config, recipes, use
+from retrofox.cli import adapt, measure, recipes, use
 from retrofox.cli.convert import convert
-from retrofox.cli.panel import panel
-from retrofox.cli.report import report
 from retrofox.support.launches import processes, said, say_once
 
 app = typer.Typer(
@@ -32,7 +30,7 @@ app = typer.Typer(
     "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )
-app.add_typer(recipe_config.app, name="config")
+app.add_typer(recipes.config_app, name="config")
 app.add_typer(recipes.app, name="recipes")
 
 
@@ -73,7 +71,16 @@ def doctor() -> None:
 for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
     app.command()(command)
 app.command(name="eval")(measure.evaluate)
-for command in (use.generate, use.chat, measure.needle, measure.inspect, panel, report, use.push, doctor):
+for command in (
+    use.generate,
+    use.chat,
+    measure.needle,
+    measure.inspect,
+    measure.panel,
+    measure.report,
+    use.push,
+    doctor,
+):
     app.command()(command)
 app.command(name="verify-serving")(use.verify_serving)
 

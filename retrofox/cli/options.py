@@ -9,6 +9,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from retrofox.support.counts import ALLOWED, parse_count
+
+METAVAR = "TOKENS"
+
+
+def count(text: str | int) -> int:
+    """A whole number of tokens from the command line, 1 or more."""
+    number = parse_count(text)
+    if not isinstance(number, int) or number < 1:
+        raise typer.BadParameter(f"got {str(text)!r}: give {ALLOWED}, 1 or more")
+    return number
+
+
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 
 

@@ -1,14 +1,15 @@
-"""`retrofox recipes ls|show|cp` on the command line. Importing it imports no torch."""
+"""`retrofox recipes ls|show|cp|new` and `config schema|show` on the command line. Importing it imports no torch."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from retrofox.cli.tokens import METAVAR, count
+from retrofox.cli.options import METAVAR, Overrides, RecipeFile, count
 
 app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp; new writes one.")
 Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-stretch.")]
@@ -69,3 +70,22 @@ def new(
     out.parent.mkdir(exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(out)
+
+
+config_app = typer.Typer(no_args_is_help=True, help="What a recipe may say: schema, show.")
+
+
+@config_app.command("schema")
+def print_schema() -> None:
+    """Prints the JSON schema of a recipe, for editors and for reading."""
+    from retrofox.config import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+@config_app.command("show")
+def print_recipe(recipe: RecipeFile, changes: Overrides = None) -> None:
+    """Prints a recipe as it will run: defaults filled in, changes applied."""
+    from retrofox.config import dump, load_recipe
+
+    print(dump(load_recipe(recipe, changes or [])), end="")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.tokens import METAVAR
+from retrofox.cli.options import METAVAR
 from retrofox.fox_spec import PRESETS, FoxSpec
 from retrofox.spec_values import TOKENS
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode, there
-from retrofox.cli.tokens import METAVAR, count
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TrustRemoteCode, count, there
 from retrofox.generation.sampling import check_sampling
 from retrofox.support.files import text_of
 

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from retrofox.conversion.card import card
+from retrofox.conversion.card import card, licence_of
 from retrofox.conversion.directory import checked_shards, write_directory
-from retrofox.conversion.licence import licence_of
 from retrofox.conversion.measured import measured_values
 from retrofox.conversion.own_gates import plan_of_own_gates, write_own_gates
 from retrofox.conversion.verify import prove
+from retrofox.data.sources import Text
 from retrofox.data.windows import require_files
 from retrofox.families import OWN_GATES
 from retrofox.fox_spec import FoxSpec
-from retrofox.heads.texts import Text
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import Progress, atomic_directory, refuse_existing
 from retrofox.loading.base import load_base

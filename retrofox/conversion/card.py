@@ -1,4 +1,4 @@
-"""A converted model's README on the Hub."""
+"""A converted model's README on the Hub, and the licence, which is its base's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
-from retrofox.loading.source import read_config
+from retrofox.loading.source import hub_answers, hub_errors, read_config
 from retrofox.serving.refusals import refusal
 
 SOURCE = "https://github.com/retrofox/retrofox"
@@ -30,7 +30,7 @@ def card(
         base_type: model_type of the base.
         state: a sentence on its training.
         parity: as `retrofox.conversion.verify.prove` gives it; anything else is left out.
-        licence: the base's, as `retrofox.conversion.licence.licence_of` gives it.
+        licence: the base's, as `licence_of` gives it.
     """
     base = spec.base or "an unnamed model"
     is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
@@ -174,3 +174,34 @@ def _served(spec: FoxSpec, base_type: str) -> list[str]:
         return [f"vLLM can't serve it: {why}.\n"]
     where = "" if spec.horizon is None else "It has a horizon, which vLLM serves on NVIDIA GPUs only:\n\n"
     return [f"{where}```bash\ngit clone {SOURCE} && pip install './retrofox[vllm]'\nvllm serve {HERE}\n```\n"]
+
+
+FIELDS = ("license", "license_name", "license_link")
+"""Metadata of a card that says under which licence the model is."""
+
+
+def licence_in(text: str) -> dict[str, str]:
+    """The licence fields of a card; none of them where it has no metadata, or damaged metadata."""
+    try:
+        values = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, yaml.YAMLError):
+        return {}
+    return {name: str(values[name]) for name in FIELDS if values.get(name)}
+
+
+def licence_of(source: object, revision: str | None = None) -> dict[str, str]:
+    """The licence fields of a model's card, in its directory or on the Hub; empty where no card can be read.
+
+    Args:
+        source: a directory, a Hub id, or anything else, which has no card.
+    """
+    if not isinstance(source, (str, Path)):
+        return {}
+    file = Path(source) / "README.md"
+    if not Path(source).exists():
+        offline = not hub_answers()
+        try:
+            file = Path(hf_hub_download(str(source), "README.md", revision=revision, local_files_only=offline))
+        except (*hub_errors(), ValueError):  # no such repository or card, no Hub, or not the name of a repository
+            return {}
+    return licence_in(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else {}

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from retrofox.conversion.artefact import check_options, plan_for, write
 from retrofox.conversion.measured import is_measured, set_measured
+from retrofox.data.sources import Text
 from retrofox.fox_spec import FoxSpec
-from retrofox.heads.texts import Text
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.surgery import apply

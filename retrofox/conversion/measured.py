@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions
-from retrofox.conversion.verify import LARGEST_IN_FLOAT32
-from retrofox.data.fixed_text import fixed_tokens
+from retrofox.conversion.verify import LARGEST_IN_FLOAT32, fixed_tokens
+from retrofox.data.sources import Text
 from retrofox.half_lives import bias_from_half_life
 from retrofox.heads.start import Start, measure_start
-from retrofox.heads.texts import Text
 from retrofox.loading.base import load_base
 from retrofox.loading.device import resolve_device
 from retrofox.loading.tokenizers import tokenizer_of_live

@@ -13,12 +13,17 @@ import torch
 from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
-from retrofox.heads.texts import Text, documents_of
 from retrofox.heads.watch import BLOCK, Attention, watch
 from retrofox.surgery import open_half_life
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+import numpy as np
+
+from retrofox.data.sources import Text, as_source
+from retrofox.data.windows import documents
 
 logger = logging.getLogger(__name__)
 DOCUMENTS = 4
@@ -159,3 +164,35 @@ def needle_scores(model: PreTrainedModel, needles: Sequence[Needle], original: b
 
         watch(model, needle.token_ids, visit, original=original)
     return torch.stack([scores[layer] for layer in sorted(scores)])
+
+
+TOKENS_READ = 1 << 21
+"""Most tokens read of the sources together: a few seconds of tokenising."""
+
+
+def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
+    """Documents as tokens, int32, each source giving its first documents up to its weight's share of TOKENS_READ.
+
+    Raises:
+        FileNotFoundError: a file that is not there.
+        ValueError: no source, no tokenizer, or no text in the sources.
+    """
+    if not files:
+        raise ValueError("no text to measure heads on: name at least one file")
+    if tokenizer is None:
+        raise ValueError(
+            "measuring heads on text needs a tokenizer, and the model has none: put its files beside the model"
+        )
+    found: list[np.ndarray] = []
+    sources = [as_source(file) for file in files]
+    weights = sum(source.weight for source in sources)
+    for source in sources:
+        left = max(1, int(TOKENS_READ * source.weight / weights))
+        for _, ids in documents([source], tokenizer):
+            found.append(ids[:left])
+            left -= len(ids)
+            if left <= 0:
+                break
+    if not any(len(ids) for ids in found):
+        raise ValueError(f"no text in {', '.join(source.path for source in sources)}")
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,6 @@ from retrofox.anatomy import is_new_tensor, lm_class
 from retrofox.loading.adapter import base_of, with_adapter
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import opening
-from retrofox.loading.generation_config import savable
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import SUPPORTED
@@ -68,3 +70,27 @@ def require_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> N
                 f"{source} has NaN or infinity in {name}: take a checkpoint from before, or train again with a lower "
                 "learning rate"
             )
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of a generation config that only sampling reads."""
+
+
+def savable(config: Any) -> Any:
+    """A generation config as it is or, where transformers refuses to save it, a copy without the fields it ignores.
+
+    Published checkpoints have temperatures without do_sample, and -1 for no padding token; most versions of
+    transformers then refuse to save the model at all.
+    """
+    if config is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ValueError):
+        config.save_pretrained(folder)
+        return config
+    config = copy.deepcopy(config)
+    if not config.do_sample:
+        for name in SAMPLING:
+            setattr(config, name, None)
+    if (config.pad_token_id or 0) < 0:
+        config.pad_token_id = None
+    return config

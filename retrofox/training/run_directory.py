@@ -16,7 +16,7 @@ import yaml
 
 from retrofox.config import ROLES, Recipe, dump, load_recipe
 from retrofox.data.shards import Manifest
-from retrofox.parallel.settings import readers_of
+from retrofox.parallel.layout import readers_of
 from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
 from retrofox.support.files import missing, remove_empty, write_json, write_whole
 from retrofox.support.interruptions import Interruptions

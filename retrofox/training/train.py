@@ -19,8 +19,8 @@ from retrofox.config import Recipe
 from retrofox.data.prepare import prepare_data
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.parallel.layout import readers_of, split_of
 from retrofox.parallel.mesh import build_mesh
-from retrofox.parallel.settings import readers_of, split_of
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation

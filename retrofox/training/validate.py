@@ -19,7 +19,7 @@ from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.settings import readers_of, refuse_processes, refuse_sharing, split_of
+from retrofox.parallel.layout import readers_of, refuse_processes, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights

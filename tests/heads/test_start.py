@@ -20,8 +20,7 @@ from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.half_lives import bias_from_half_life
 from retrofox.heads.needles import needle_attention, plant
-from retrofox.heads.start import Distances, half_lives_by_distance, measure_start
-from retrofox.heads.texts import documents_of
+from retrofox.heads.start import Distances, documents_of, half_lives_by_distance, measure_start
 from retrofox.surgery import make_plan
 
 LENGTH = 256  # of the pico models' training
@@ -192,7 +191,7 @@ def test_the_old_name_of_init_measured_loads_and_says_so(caplog):
 
 
 def test_sources_share_the_tokens_read_by_weight(pico_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrofox.heads.texts.TOKENS_READ", 400)
+    monkeypatch.setattr("retrofox.heads.start.TOKENS_READ", 400)
     (tmp_path / "a.txt").write_text("the fox " * 1000)
     sources = [Source(path=str(tmp_path / "a.txt"), weight=w) for w in (3.0, 1.0)]
     assert [len(document) for document in documents_of(sources, pico_tokenizer)] == [300, 100]
