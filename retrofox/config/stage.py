@@ -75,7 +75,6 @@ class Stage(Section):
     offload_activations: bool = Field(
         default=False, description="the checkpoints of gradient_checkpointing wait in CPU memory for the backward"
     )
-    compile: bool = Field(default=False, description="torch.compile of the MLPs and norms")
     spike_factor: float = Field(
         default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
     )
@@ -119,10 +118,6 @@ class Stage(Section):
         yield (
             self.offload_activations and self.gradient_checkpointing == "none",
             "offload_activations moves the checkpoints of gradient checkpointing: set gradient_checkpointing: full",
-        )
-        yield (
-            self.compile and self.tiled_mlp != "none",
-            "compile and tiled_mlp both take over the MLPs: set compile: false, or tiled_mlp: none",
         )
 
     def rate(self, role: str) -> float:

@@ -20,30 +20,27 @@ from transformers.modeling_gguf_pytorch_utils import (
     read_field,
 )
 
-from retrofox.families import check_supported
 from retrofox.loading.errors import opening
 
 Values = Mapping[str, Any]
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families whose files hold all of a model, or nearly so."""
 READ = {
-    *("attention.key_length", "attention.value_length", "attention.sliding_window", "attention.sliding_window_pattern"),
-    *("attention.scale", "attn_logit_softcapping", "final_logit_softcapping", "attention.layer_norm_epsilon"),
-    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.dimension_count", "rope.scale_linear"),
-    *("rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
+    *("attention.key_length", "attention.value_length", "attention.scale", "attention.layer_norm_epsilon"),
+    *("rope.dimension_count", "rope.scale_linear", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     *("rope.scaling.finetuned", "tensor_data_layout", "size_label", "vocab_size", "context_length", "block_count"),
 }
 """Keys that are read here, or change nothing."""
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), 1),
-    **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1),
-    **dict.fromkeys(("attention.clamp_kqv", "expert_count", "expert_used_count", "leading_dense_block_count"), 0),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.sliding_window", "expert_count", "expert_used_count"), 0),
     **dict.fromkeys(("attention.causal", "use_parallel_residual"), True),
 }
 """Keys that are not read, with the value that changes nothing."""
 REQUIRED = ("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "context_length")
 """Keys without which transformers takes a default of its own, and leaves queries and keys of Llamas permuted."""
-WINDOW_IS_LOST = ("starcoder2",)
-"""Families with a sliding window that their files don't record."""
 
 
 def gguf_config(file: str | Path) -> Any:
@@ -51,7 +48,7 @@ def gguf_config(file: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is damaged, of an unknown family, or holds a setting that can't be expressed, by name.
+        ValueError: the file is damaged, of another family, or holds a setting that can't be expressed, by name.
     """
     path = Path(file)
     if not path.is_file():
@@ -69,13 +66,18 @@ def gguf_config(file: str | Path) -> Any:
         }
         tensors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_")}
         names = {tensor.name for tensor in reader.tensors}
-    check_supported(config)
+    if config.model_type not in FAMILIES:
+        raise _refuse(file, "general.architecture", architecture)
     _refuse_unknown(file, config.model_type, values)
-    _set_sizes(config, values)
+    head = int(values.get("attention.key_length", config.hidden_size // config.num_attention_heads))
+    if hasattr(config, "head_dim"):
+        config.head_dim = head
     if config.model_type == "llama":
         config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_gate.bias" in names
-    _set_attention(file, config, values)
-    _set_rope(file, config, values, tensors)
+    for key, computed in (("attention.scale", head**-0.5), ("rope.dimension_count", head)):
+        if not math.isclose(values.get(key, computed), computed, rel_tol=1e-5):
+            raise _refuse(file, key, values[key])
+    config.rope_parameters = _rope(file, values, tensors)
     return config
 
 
@@ -108,105 +110,37 @@ def _refuse(file: str | Path, key: str, value: Any) -> ValueError:
 
 def _refuse_unknown(file: str | Path, model_type: str, values: Values) -> None:
     """Raises ValueError for a key that could change the model in a way unknown here."""
-    if model_type in WINDOW_IS_LOST:
-        raise ValueError(
-            f"{file}: a .gguf file of a {model_type} model does not hold its sliding window: convert the model that "
-            "the file was made from"
-        )
     for key in REQUIRED:
         if key not in values:
             raise _refuse(file, key, "missing")
-    read = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {})
+    read = GGUF_CONFIG_MAPPING[model_type]
     for key, value in values.items():
         known = key in READ or read.get(key) is not None
         if not known and not (key in NEUTRAL and value == NEUTRAL[key]):
             raise _refuse(file, key, value)
 
 
-def _set_sizes(config: Any, values: Values) -> None:
-    """Sizes that transformers fills in by defaults of the family."""
-    if "attention.key_length" in values and hasattr(config, "head_dim"):
-        config.head_dim = int(values["attention.key_length"])
-    for key, name in (
-        ("expert_feed_forward_length", "moe_intermediate_size"),
-        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
-    ):
-        if key in values and hasattr(config, name):
-            setattr(config, name, int(values[key]))
-
-
-def _set_attention(file: str | Path, config: Any, values: Values) -> None:
-    """Scale, windows and caps of the attention, as llama.cpp runs them."""
-    head = _head_dim(config)
-    if config.model_type in ("gemma2", "gemma3_text"):
-        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]  # 27B
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else head
-    if "attention.scale" in values:
-        scale = getattr(config, "query_pre_attn_scalar", head) ** -0.5
-        if not math.isclose(values["attention.scale"], scale, rel_tol=1e-5):
-            raise _refuse(file, "attention.scale", values["attention.scale"])
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in values:
-            if not hasattr(config, key):
-                raise _refuse(file, key, values[key])
-            setattr(config, key, float(values[key]) or None)
-    window = values.get("attention.sliding_window")
-    if window:
-        if config.model_type not in ("gemma2", "gemma3_text", "phi3"):
-            raise _refuse(file, "attention.sliding_window", window)
-        config.sliding_window = int(window)
-    pattern = values.get("attention.sliding_window_pattern")
-    if pattern is not None:
-        flags = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
-        given = [bool(flag) for flag in pattern] if isinstance(pattern, list) else _every(int(pattern), len(flags))
-        if given != flags:
-            raise _refuse(file, "attention.sliding_window_pattern", pattern)
-
-
-def _every(period: int, layers: int) -> list[bool]:
-    return [(layer + 1) % period != 0 for layer in range(layers)]
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _set_rope(file: str | Path, config: Any, values: Values, tensors: Mapping[str, np.ndarray]) -> None:
-    """RoPE's base, turned channels and scaling: keys `rope.scaling.*`, or tensors that divide the frequencies."""
-    head, turned = _head_dim(config), int(values.get("rope.dimension_count", _head_dim(config)))
+def _rope(file: str | Path, values: Values, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """RoPE's base and scaling: keys `rope.scaling.*`, or a tensor that divides the frequencies."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}
-    if turned != head:
-        if config.model_type != "phi3":
-            raise _refuse(file, "rope.dimension_count", turned)
-        rope["partial_rotary_factor"] = config.partial_rotary_factor = turned / head
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
     kind = values.get("rope.scaling.type", "linear")
-    if kind == "linear" and factor == 1:
-        kind = "none"
-    original = values.get("rope.scaling.original_context_length")
-    stretch = float(values.get("rope.scaling.attn_factor", 1.0))
-    held = sorted(tensors)
-    if stretch != 1:
-        raise _refuse(file, "rope.scaling.attn_factor", stretch)
-    if held == ["rope_freqs.weight"] and kind == "none":
+    original, held = values.get("rope.scaling.original_context_length"), sorted(tensors)
+    if held == ["rope_freqs.weight"] and (kind == "none" or (kind == "linear" and factor == 1)):
         found = _llama3_of(tensors[held[0]], rope["rope_theta"])
         if found is None:
             raise _refuse(file, held[0], "factors of no llama3 scaling")
-        rope |= found
-    elif kind == "linear" and not held:
+        return rope | found
+    if held or kind not in ("none", "linear", "yarn") or (kind == "yarn" and not original):
+        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {held}")
+    if kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn" and original and not held:
+    elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
         for name in ("beta_fast", "beta_slow"):
             if f"rope.scaling.yarn_{name}" in values:
                 rope[name] = float(values[f"rope.scaling.yarn_{name}"])
-    elif kind != "none" or held:
-        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {held}")
-    if config.model_type == "gemma3_text":
-        near = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base_swa", 10_000.0))}
-        config.rope_parameters = {"sliding_attention": near, "full_attention": rope}
-    else:
-        config.rope_parameters = rope
+    return rope
 
 
 def _llama3_of(factors: np.ndarray, theta: float) -> dict[str, Any] | None:

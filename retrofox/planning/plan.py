@@ -174,7 +174,7 @@ def _can_change(key: str, shape: Shape, recipe: Recipe, stage: Stage, setting: S
     if getattr(stage, key) == SWITCHES[key]:
         return False
     if key == "tiled_mlp":
-        return stage.tiled_mlp == "none" and not stage.compile and bool(shape.matrices) and setting.sharding != "zero3"
+        return stage.tiled_mlp == "none" and bool(shape.matrices) and setting.sharding != "zero3"
     if key == "offload_activations":
         return stage.objective != "align" and setting.cuda
     return True

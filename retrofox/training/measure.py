@@ -24,7 +24,7 @@ from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
 from retrofox.training.log import Clock
 from retrofox.training.model import built, lower_frozen, starts_from, trained_config
-from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.param_groups import set_trainable
 from retrofox.training.run_directory import Run
@@ -106,7 +106,6 @@ def measure_steps(
         lower_precision_stream(model, PRECISIONS[recipe.precision])
         fuse_norms(model)
     save_memory(model, stage)
-    compile_parts(model, stage.compile)
     if teacher is not None:
         teacher = teacher.to(device, PRECISIONS[recipe.precision]).requires_grad_(False).eval()
     world = processes()

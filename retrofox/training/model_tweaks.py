@@ -1,4 +1,4 @@
-"""Changes to a model that make it train fast: a bfloat16 residual stream, fused norms, recomputation, compilation.
+"""Changes to a model that make it train fast: a bfloat16 residual stream, fused norms, recomputation.
 
 Weights stay float32 (they are the master copy; gradients accumulate in float32) and autocast runs the products in
 bfloat16. Left alone, autocast keeps embeddings and norms, hence the whole residual stream, in float32: on a 576-wide
@@ -143,20 +143,3 @@ def save_memory(model: Any, stage: Stage) -> None:
     """
     recompute(model, stage.gradient_checkpointing, stage.offload_activations)
     tile_modules(model, stage.tiled_mlp)
-
-
-def compile_parts(model: Any, on: bool) -> int:
-    """torch.compile of every MLP in place, parameters and names unchanged (or back to eager); returns how many."""
-    count = 0
-    for layer in decoder_layers(model):
-        mlp = getattr(layer, "mlp", None)
-        if not isinstance(mlp, nn.Module):
-            continue
-        if on:
-            mlp.compile(dynamic=False)
-            count += 1
-        else:
-            mlp._compiled_call_impl = None
-    if on and not count:
-        raise ValueError("compile: this model's layers have no `mlp` to compile: set compile: false")
-    return count

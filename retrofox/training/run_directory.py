@@ -27,7 +27,7 @@ from retrofox.version import __version__
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
 FREE_IN_DATA = ("cache",)
 FREE_IN_STAGE = (
-    *("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor"),
+    *("micro_batch", "gradient_checkpointing", "cross_entropy", "spike_factor"),
     *("tiled_mlp", "offload_activations"),
 )
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")

@@ -32,7 +32,7 @@ from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export
 from retrofox.training.log import Clock
 from retrofox.training.model import build_model, resolve_source
-from retrofox.training.model_tweaks import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import (
@@ -153,7 +153,6 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
-    compile_parts(model, stage.compile)
     teacher = teacher_for(recipe, stage, model, run.original(number), state)
     objective = stage_objective(model, stage, state.device, teacher)
     roles = sorted({role_of(name) for name in names})

@@ -88,10 +88,6 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
-        (
-            "stages.0={objective: extend, tokens: 9, sequence_length: 3, compile: true, tiled_mlp: auto}",
-            ["compile: false"],
-        ),
         ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         (

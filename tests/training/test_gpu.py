@@ -77,7 +77,6 @@ def curve(recipe: Recipe) -> list[tuple]:
 LEARNS = {
     "plain": {},
     "fp32": {"precision": "fp32"},
-    "compiled": {"stage": {"compile": True}},
     "recomputed": {"stage": {"gradient_checkpointing": "full"}},
     "every second layer recomputed": {"stage": {"gradient_checkpointing": 2}},
     "lora": {"lora": {"rank": 4}, "stage": {"learning_rate": 2e-2}},
