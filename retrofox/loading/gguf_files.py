@@ -125,7 +125,7 @@ def _rope(file: str | Path, values: Values, tensors: Mapping[str, np.ndarray]) -
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
     kind = values.get("rope.scaling.type", "linear")
-    original, held = values.get("rope.scaling.original_context_length"), sorted(tensors)
+    original, held = int(values.get("rope.scaling.original_context_length", 0)), sorted(tensors)
     if held == ["rope_freqs.weight"] and (kind == "none" or (kind == "linear" and factor == 1)):
         found = _llama3_of(tensors[held[0]], rope["rope_theta"])
         if found is None:
@@ -136,7 +136,7 @@ def _rope(file: str | Path, values: Values, tensors: Mapping[str, np.ndarray]) -
     if kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         for name in ("beta_fast", "beta_slow"):
             if f"rope.scaling.yarn_{name}" in values:
                 rope[name] = float(values[f"rope.scaling.yarn_{name}"])
