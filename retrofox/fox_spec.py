@@ -155,15 +155,6 @@ class FoxSpec(FoxFields):
         spec.preset = preset
         return spec
 
-    @classmethod
-    def from_preset(cls, name: str, **changes: Any) -> FoxSpec:
-        """The system of this name in PRESETS, such as "fox-pro", with single fields changed.
-
-        Raises:
-            ValueError: no such preset, no such field, or a value outside its range.
-        """
-        return cls.from_dict({"preset": name, **changes})
-
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
         values = asdict(self)

@@ -11,8 +11,8 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 
-from retrofox.anatomy import vocabulary_size
 from retrofox.conversion.card import HERE, adapter_card, card_of, history, licence_in, licence_of, with_licence
+from retrofox.conversion.merge import probe_logits
 from retrofox.conversion.upload import check_repo, publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
@@ -24,7 +24,6 @@ LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lo
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
 OF_TRAINING = (".", "checkpoint-", "__pycache__", "events.out.tfevents.")
 """How names of a training's folders and files begin that are not pushed."""
-PROBE_TOKENS = 64
 
 
 def check_complete(directory: Path) -> None:
@@ -143,15 +142,8 @@ def _loads_the_same(directory: Path, repo: str, commit: str) -> bool:
     """True where a download into an empty cache gives the logits that the directory gives; else raises ValueError."""
     with tempfile.TemporaryDirectory(prefix="retrofox-push-") as cache:
         there = snapshot_download(repo, revision=commit, cache_dir=cache)
-        mine, theirs = _logits(directory), _logits(Path(there))
+        mine, theirs = (probe_logits(load(place)) for place in (directory, Path(there)))
     if not torch.equal(mine, theirs):
         difference = float((mine - theirs).abs().max())
         raise ValueError(f"{repo} is uploaded but its logits differ from {directory}'s by {difference:.1e}: push again")
     return True
-
-
-@torch.no_grad()
-def _logits(directory: Path) -> torch.Tensor:
-    model = load(directory).eval()
-    ids = torch.arange(PROBE_TOKENS)[None] * 7919 % vocabulary_size(model)
-    return model(input_ids=ids, use_cache=False).logits

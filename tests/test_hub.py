@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.hub import _logits, check_complete, push
+from retrofox.conversion.merge import probe_logits
+from retrofox.hub import check_complete, push
 from retrofox.loading.adapter import peft_is_behind
 from retrofox.loading.source import read_config
 
@@ -322,7 +323,7 @@ def test_weights_of_an_earlier_upload_go_when_others_come(online, converted, pic
     for number, directory in enumerate((pico_fox_checkpoint, converted)):
         assert push(directory, "me/fox")["logits_equal"] is True
         there = snapshot_download("me/fox", cache_dir=tmp_path / str(number))
-        assert torch.equal(_logits(directory), _logits(Path(there)))
+        assert torch.equal(*(probe_logits(retrofox.load(place)) for place in (directory, there)))
         names = set(online.at("me/fox", "main")[1])
         weights = {file.name for file in directory.glob("model[-.]*")}
         assert {name for name in names if name.startswith(("model-", "model."))} == {*weights, "model.gguf"}
@@ -349,7 +350,7 @@ def test_private_refuses_a_repository_that_is_public(online, converted):
 
 def test_other_logits_after_a_push_are_an_error(online, converted, monkeypatch):
     answers = iter([torch.zeros(3), torch.ones(3)])
-    monkeypatch.setattr("retrofox.hub._logits", lambda directory: next(answers))
+    monkeypatch.setattr("retrofox.hub.probe_logits", lambda model: next(answers))
     monkeypatch.setattr("retrofox.hub.snapshot_download", lambda *_, **__: str(converted))
     with pytest.raises(ValueError, match=r"me/fox is uploaded but its logits differ from .* by 1.0e\+00"):
         push(converted, "me/fox")

@@ -45,7 +45,7 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     base = base_of(adapter)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
     model = with_adapter(load(base, dtype=torch.float32), adapter)
-    unmerged = _logits(model)
+    unmerged = probe_logits(model)
     merged: Any = model.merge_and_unload(safe_merge=True)
     for name, parameter in merged.named_parameters():
         if not is_new_tensor(name):
@@ -60,7 +60,7 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
             partial / "retrofox.json", {"retrofox": __version__, "merged": {"adapter": str(adapter), "base": base}}
         )
         del model, merged
-        difference = float((_logits(load(partial, dtype=torch.float32)) - unmerged).norm() / unmerged.norm())
+        difference = float((probe_logits(load(partial, dtype=torch.float32)) - unmerged).norm() / unmerged.norm())
         if not difference <= limit:
             raise ValueError(
                 f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
@@ -76,6 +76,7 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _logits(model: Any) -> torch.Tensor:
+def probe_logits(model: Any) -> torch.Tensor:
+    """Logits of PROBE_TOKENS fixed tokens."""
     vocabulary = causal_lm(model).config.vocab_size
     return model.eval()(input_ids=torch.arange(PROBE_TOKENS)[None] * 7919 % vocabulary).logits

@@ -19,14 +19,10 @@ from typing import NamedTuple
 
 from retrofox.config import Recipe, Stage, TaughtStage
 from retrofox.planning.shape import Shape, products
-from retrofox.planning.steps import STATE_BYTES, tokens_per_step
+from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, tokens_per_step
 
 NF4_BYTES = 0.52
 """Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
-LOGITS = {True: 2**28, False: 2**24}
-"""Logits that are computed at a time: on a GPU, on a CPU."""
-WIDEST, FEWEST = 2**27, 1024
-"""tiled_mlp "auto": elements of a tile's widest tensor, and tokens of a tile at least."""
 TILE_TENSORS = 7
 """Tensors as wide as the MLP in the backward of a tile."""
 GATHERED = 24_000_000
@@ -181,12 +177,12 @@ def tile_tokens(shape: Shape, stage: Stage) -> int:
         return 0
     if isinstance(stage.tiled_mlp, int):
         return stage.tiled_mlp
-    return max(FEWEST, 1 << (max(1, WIDEST // max(shape.width, shape.hidden)).bit_length() - 1))
+    return auto_tile(max(shape.width, shape.hidden))
 
 
 def logit_rows(shape: Shape, stage: Stage, cuda: bool) -> int:
     """Rows of logits that exist at the same time, as the objectives choose them."""
-    rows = max(64, 1 << (max(1, LOGITS[cuda] // shape.vocabulary).bit_length() - 1))
+    rows = chunk_rows(shape.vocabulary, cuda)
     return max(64, rows // 4) if stage.objective == "distill" else rows
 
 

@@ -1,4 +1,4 @@
-"""Tokens, rows and optimizer steps of a recipe's stages, in whole numbers. Importing it imports no torch."""
+"""Tokens, rows and optimizer steps of a recipe's stages, and rows at a time, in whole numbers. No torch is imported."""
 
 from __future__ import annotations
 
@@ -67,3 +67,13 @@ def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
             f"{stage.sequence_length} x {stage.micro_batch} x {world_size} = {unit}; nearest: {below} or {below + unit}"
         )
     return batch_tokens // unit
+
+
+def chunk_rows(vocabulary: int, cuda: bool) -> int:
+    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
+    return max(64, 1 << (max(1, (2**28 if cuda else 2**24) // vocabulary).bit_length() - 1))
+
+
+def auto_tile(width: int) -> int:
+    """Tokens of a tile with `tiled_mlp: auto`, 1024 or more: 2^27 elements of its widest tensor, which fill a GPU."""
+    return max(1024, 1 << (max(1, 2**27 // width).bit_length() - 1))

@@ -25,7 +25,7 @@ from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import text_of, write_result
-from retrofox.support.report import check_file, environment, output_console
+from retrofox.support.report import check_folder, environment, output_console
 
 TOLERANCE = 1e-3
 """Nats by which log-probabilities may differ in float32."""
@@ -77,7 +77,7 @@ def verify_serving(
     sizes = sizes or Sizes()
     if dtype == "bfloat16" and against is None:
         raise ValueError("bfloat16 is measured by the base's own difference: give --against BASE")
-    check_file(out)
+    check_folder(None if out is None else Path(out).parent)
     values = read_config(directory)
     if not str(values.get("model_type")).startswith("fox_"):
         raise ValueError(f"{directory} is a plain {values.get('model_type')}, not a converted one: convert it first")

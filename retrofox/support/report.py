@@ -35,15 +35,6 @@ def check_folder(out: str | os.PathLike | None) -> None:
         raise ValueError(f"results can't go to {out}: {there} can't be written to ({reason}); name another directory")
 
 
-def check_file(out: str | os.PathLike | None) -> None:
-    """Raises ValueError where a report can't become the file `out`, before it is made; an older one is written over."""
-    if out is None:
-        return
-    if Path(out).is_dir():
-        raise ValueError(f"the report can't go to {out}: it is a directory; name a file in it")
-    check_folder(Path(out).parent)
-
-
 def environment() -> dict[str, Any]:
     """Command, time, package versions, processor, memory and GPU, on which measured numbers depend."""
     versions: dict[str, str | None] = {"retrofox": __version__}  # also where it runs from a source tree

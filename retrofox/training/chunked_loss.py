@@ -62,12 +62,6 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
     return "liger", "requested" if requested == "liger" else "auto: 1.4x as fast as chunked on a GPU"
 
 
-def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
-    budget = 2**28 if device.type == "cuda" else 2**24
-    return max(64, 1 << (max(1, budget // vocabulary).bit_length() - 1))
-
-
 class SumOverRows(torch.autograd.Function):
     """Sum of a loss over rows of hidden states, gradients made chunk by chunk in the forward and kept for the backward.
 

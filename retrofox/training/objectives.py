@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
 from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
+from retrofox.planning.steps import chunk_rows
 from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
     PlainCrossEntropy,
     PlainDistillation,
     choose_cross_entropy,
-    chunk_rows,
     is_plain_head,
     sum_over_rows,
 )
@@ -57,7 +57,7 @@ class Extend:
 
     def __init__(self, model: Any, stage: Stage, device: torch.device):
         self.kind, self.reason = choose_cross_entropy(stage.cross_entropy, model, device)
-        self.rows = chunk_rows(causal_lm(model).config.vocab_size, device)
+        self.rows = chunk_rows(causal_lm(model).config.vocab_size, device.type == "cuda")
         self.plain = is_plain_head(model)
 
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ class Distill:
         self.teacher = teacher
         self.temperature = stage.temperature
         self.ce_weight = stage.ce_weight
-        self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device) // 4)
+        self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device.type == "cuda") // 4)
         self.plain = self.temperature == 1 and is_plain_head(model)
         self.kind, self.reason = "chunked", "KL needs both distributions of a row"
 

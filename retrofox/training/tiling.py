@@ -22,11 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from retrofox.anatomy import causal_lm, decoder_layers, inner_model
+from retrofox.planning.steps import auto_tile
 
-WIDEST = 1 << 27
-"""Elements of a tile's widest tensor with `tiled_mlp: auto`: 268 MB in bfloat16, and products that fill a GPU."""
-FEWEST = 1024
-"""Tokens of a tile at least, with `tiled_mlp: auto`."""
 EXPERTS = ("experts", "gate", "router")
 """Names of the parts that send tokens to different experts: which tokens share a tile would change what they do."""
 
@@ -68,7 +65,7 @@ def tile_tokens(module: Any, which: str | int) -> int:
     widths = [max(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
     weight: Any = getattr(module, "weight", None)
     widths += [weight.shape[0]] if isinstance(weight, torch.Tensor) else []
-    return max(FEWEST, 1 << (max(1, WIDEST // max(widths, default=1)).bit_length() - 1))
+    return auto_tile(max(widths, default=1))
 
 
 def _candidates(model: Any) -> Iterator[Any]:

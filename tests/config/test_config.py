@@ -236,7 +236,7 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
     assert [(s.rope, s.rope_factor, s.rope_length, s.gate, s.sink_tokens) for s in (default, said)] == [
         ("interpolate", 8, 8192, "data", 1)
     ] * 2
-    assert FoxSpec.from_preset("fox-stretch").resolved(8192).half_life == (4096, 1 << 20)
+    assert FoxSpec.from_dict({"preset": "fox-stretch"}).resolved(8192).half_life == (4096, 1 << 20)
 
 
 @pytest.mark.parametrize(

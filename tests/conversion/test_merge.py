@@ -71,8 +71,8 @@ def test_merged_logits_are_the_adapters_and_not_the_bases(adapter, tmp_path):
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_other_logits_than_the_adapters_are_refused_and_nothing_is_left(factor, adapter, tmp_path, monkeypatch):
-    place, logits, factors = adapter(torch.float32), merging._logits, iter([1.0, factor])
-    monkeypatch.setattr(merging, "_logits", lambda model: logits(model) * next(factors))
+    place, logits, factors = adapter(torch.float32), merging.probe_logits, iter([1.0, factor])
+    monkeypatch.setattr(merging, "probe_logits", lambda model: logits(model) * next(factors))
     with pytest.raises(ValueError, match="merged logits differ by"):
         merge(place, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))

@@ -13,26 +13,26 @@ from retrofox.half_lives import alibi_half_lives, initial_bias
 
 
 def test_a_preset_is_its_fields_and_changes_go_before_them():
-    assert FoxSpec.from_preset("fox-stretch") == FoxSpec()
+    assert FoxSpec.from_dict({"preset": "fox-stretch"}) == FoxSpec()
 
 
 def test_the_old_name_of_a_preset_says_the_new_one(caplog):
-    assert FoxSpec.from_preset("fox-partial") == FoxSpec.from_preset("fox-stretch")
+    assert FoxSpec.from_dict({"preset": "fox-partial"}) == FoxSpec.from_dict({"preset": "fox-stretch"})
     assert caplog.messages == ["preset fox-partial is the old name of fox-stretch"]
     caplog.clear()
     saved = FoxSpec.from_dict({"preset": "fox-partial", "version": "0.1.0"})  # a checkpoint's
     assert (saved.preset, caplog.messages) == ("fox-stretch", [])
-    assert FoxSpec.from_preset("fox-pro") == FoxSpec(rope="drop", sink_tokens=0, pro=PRO_PARTS)
-    changed = FoxSpec.from_preset("fox-pro", pro="k-shift", sink_tokens=3)
+    assert FoxSpec.from_dict({"preset": "fox-pro"}) == FoxSpec(rope="drop", sink_tokens=0, pro=PRO_PARTS)
+    changed = FoxSpec.from_dict({"preset": "fox-pro", "pro": "k-shift", "sink_tokens": 3})
     assert changed == FoxSpec(rope="drop", sink_tokens=3, pro=("k-shift",))
-    assert FoxSpec.from_preset("transformer-pro").pro == PRO_PARTS
+    assert FoxSpec.from_dict({"preset": "transformer-pro"}).pro == PRO_PARTS
     with pytest.raises(ValueError, match="unknown key 'sink' in fox"):
-        FoxSpec.from_preset("fox-pro", sink=1)
+        FoxSpec.from_dict({"preset": "fox-pro", "sink": 1})
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_reads_back_as_the_fields_it_wrote(name):
-    spec = FoxSpec.from_preset(name).resolved(8192)
+    spec = FoxSpec.from_dict({"preset": name}).resolved(8192)
     spec.version = "0.1.0"  # as a conversion leaves it: every field filled in, also those without effect
     assert spec.preset == name
     again = FoxSpec.from_dict(spec.to_dict())
@@ -51,7 +51,7 @@ def test_a_preset_reads_back_as_the_fields_it_wrote(name):
 )
 def test_alibis_slopes_are_those_of_press_et_al(heads, slopes):
     assert [math.log(2) / half_life for half_life in alibi_half_lives(heads)] == pytest.approx(slopes)
-    log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(FoxSpec.from_preset("alibi"), heads)))
+    log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(FoxSpec.from_dict({"preset": "alibi"}), heads)))
     assert (-log_f).tolist() == pytest.approx(slopes, rel=1e-5)
 
 
