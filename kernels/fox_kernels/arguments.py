@@ -36,6 +36,11 @@ def without_autocast(function: Callable) -> Callable:
     return call
 
 
+def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
+    """Return v with channels of 0 up to q's, for kernels that take one head dim."""
+    return torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
+
+
 def resolved(options: Options, head_dim: int, S: int) -> Options:
     """Return checked options with a scale, floats as such, and ints of 32 bits that say the same of S keys."""
     scale, window, sink, softcap, horizon = options
@@ -57,8 +62,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, options: Options, docu
     S, Hkv = k.shape[1], k.shape[2]
     if D == 0:
         raise ValueError(f"head_dim must be at least 1, got q of {tuple(q.shape)}")
-    if tuple(k.shape) != tuple(v.shape):
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3] or not 0 < v.shape[3] <= k.shape[3]:
+        raise ValueError(
+            f"k and v must have one shape (v's heads may be narrower), got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     if k.shape[0] != B or k.shape[3] != D:
         raise ValueError(f"k must be (B, S, Hkv, D) with B = {B}, D = {D} as in q, got {tuple(k.shape)}")
     if Hkv == 0 or H % Hkv:

@@ -52,7 +52,7 @@ class _Problem(NamedTuple):
 
     q: Tensor  # (B, Hkv, G, T, D), input dtype
     keys: Tensor  # (B * Hkv, S, C): the key side; its decay channels are rewritten for each chunk
-    values: Tensor  # (B * Hkv, S, D + 1), last channel 1
+    values: Tensor  # (B * Hkv, S, DV + 1), last channel 1
     c: Tensor  # (B, H, S) float64
     decays: Tensor  # (B, S) bool, false for sink keys
     start: Tensor  # (B, T) document start of each query
@@ -83,8 +83,8 @@ def _prepare(q, k, v, log_f, options: Options, documents: Documents) -> _Problem
     restricted = any(x is not None for x in (cu_seqlens, seq_start, window, horizon))
     keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
     keys[..., :D] = k.transpose(1, 2)
-    values = torch.ones(B, Hkv, S, D + 1, dtype=dtype, device=q.device)
-    values[..., :D] = v.transpose(1, 2)
+    values = torch.ones(B, Hkv, S, v.shape[-1] + 1, dtype=dtype, device=q.device)
+    values[..., :-1] = v.transpose(1, 2)
     chunks = _chunks(B * H, T, S, start, first, sink, restricted)
     q = q.unflatten(2, (Hkv, G)).permute(0, 2, 3, 1, 4)
     return _Problem(q, keys.flatten(0, 1), values.flatten(0, 1), c, decays, start, first, chunks, scale, softcap, sink)
@@ -166,10 +166,10 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 @without_autocast
 def forward(q, k, v, log_f, options: Options, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Return o (B, Hkv, G, T, D) and lse (B, H, T), both in the computing dtype; options are checked."""
+    """Return o (B, Hkv, G, T, DV) and lse (B, H, T), both in the computing dtype; options are checked."""
     p = _prepare(q, k, v, log_f, options, documents)
-    B, Hkv, G, T, D = p.q.shape
-    o = torch.empty(B, Hkv, G, T, D, dtype=p.keys.dtype, device=p.q.device)
+    B, Hkv, G, T, _ = p.q.shape
+    o = torch.empty(B, Hkv, G, T, v.shape[-1], dtype=p.keys.dtype, device=p.q.device)
     lse = torch.empty(B, Hkv, G, T, dtype=p.keys.dtype, device=p.q.device)
     for chunk in p.chunks:
         t0, t1, ranges, masked = chunk
@@ -178,21 +178,21 @@ def forward(q, k, v, log_f, options: Options, documents: Documents) -> tuple[Ten
         if masked:
             top.masked_fill_(top == -math.inf, 0)
         weights = scores.sub_(top).exp_()
-        sums = torch.bmm(weights, _select(p.values, ranges)).view(B, Hkv, G, t1 - t0, D + 1)
-        total = sums[..., D]
+        sums = torch.bmm(weights, _select(p.values, ranges)).view(B, Hkv, G, t1 - t0, -1)
+        total = sums[..., -1]
         lse[..., t0:t1] = top.view_as(total) + total.log()
-        o[..., t0:t1, :] = sums[..., :D] / (total.clamp_min(1e-30) if masked else total)[..., None]
+        o[..., t0:t1, :] = sums[..., :-1] / (total.clamp_min(1e-30) if masked else total)[..., None]
     return o, lse.flatten(1, 2)
 
 
 def _backward(p: _Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None):
-    """Return dq (B, Hkv, G, T, D), dk, dv (B, Hkv, S, D) and dc (B, H, S) float64.
+    """Return dq (B, Hkv, G, T, D), dk (B, Hkv, S, D), dv (B, Hkv, S, DV) and dc (B, H, S) float64.
 
     ds_ij = p_ij (do_i.v_j - delta_i + dlse_i),  delta_i = do_i.o_i,  dc_t = sum_j ds_tj - sum_i ds_it (sinks left out)
     """
     B, Hkv, G, T, D = p.q.shape
     S, H = p.keys.shape[1], Hkv * G
-    dq, d_keys, d_values = torch.empty_like(o), torch.zeros_like(p.keys), torch.zeros_like(p.values)
+    dq, d_keys, d_values = o.new_empty(p.q.shape), torch.zeros_like(p.keys), torch.zeros_like(p.values)
     dc = torch.zeros(B, H, S, dtype=torch.float64, device=o.device)
     offset = (do * o).sum(-1)
     if dlse is not None:
@@ -222,7 +222,7 @@ def _backward(p: _Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | No
     column_sums = d_keys[..., D : D + G].view(B, Hkv, S, G).transpose(2, 3).reshape(B, H, S)
     dc -= column_sums * p.decays[:, None]
     d_keys, d_values = d_keys.view(B, Hkv, S, -1), d_values.view(B, Hkv, S, -1)
-    return dq.mul_(p.scale), d_keys[..., :D], d_values[..., :D], dc
+    return dq.mul_(p.scale), d_keys[..., :D], d_values[..., :-1], dc
 
 
 def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
@@ -246,8 +246,7 @@ class _ForgettingAttention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         check_backward(do, dlse)
         q, k, v, log_f, o, lse = ctx.saved_tensors
-        do = torch.zeros_like(q) if do is None else do
-        do = do.to(o.dtype).unflatten(2, o.shape[1:3]).permute(0, 2, 3, 1, 4)
+        do = torch.zeros_like(o) if do is None else do.to(o.dtype).unflatten(2, o.shape[1:3]).permute(0, 2, 3, 1, 4)
         dlse = None if dlse is None else dlse.transpose(1, 2)
         return *backward(do, dlse, q, k, v, log_f, o, lse, *ctx.given), None, None
 
@@ -289,7 +288,7 @@ def forgetting_attention(
 def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """`forgetting_attention` for arguments that have been checked."""
     if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
-        o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
+        o = q[..., : v.shape[-1]] + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
         lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
         o, lse = _ForgettingAttention.apply(q, k, v, log_f, options, documents)  # pyright: ignore[reportGeneralTypeIssues]

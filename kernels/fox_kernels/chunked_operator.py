@@ -18,20 +18,20 @@ INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_f"
 @torch.library.custom_op("fox_kernels::chunked", mutates_args=(), schema=f"({INPUTS}, {SCHEMA}) -> (Tensor, Tensor)")
 def attention(q, k, v, log_f, cu_seqlens, seq_start, *options):
     if q.numel() == 0:
-        return _like_outputs(q, k)
+        return _like_outputs(q, k, v)
     return chunked.forward(q, k, v, log_f, Options(*options), Documents(cu_seqlens, seq_start))
 
 
-def _like_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o (B, Hkv, G, T, D) and lse (B, H, T) in the computing dtype, unwritten."""
-    (B, T, H, D), Hkv = q.shape, k.shape[2]
+def _like_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o (B, Hkv, G, T, DV) and lse (B, H, T) in the computing dtype, unwritten."""
+    (B, T, H, _), Hkv = q.shape, k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(B, Hkv, H // Hkv, T, D, dtype=dtype), q.new_empty(B, H, T, dtype=dtype)
+    return q.new_empty(B, Hkv, H // Hkv, T, v.shape[3], dtype=dtype), q.new_empty(B, H, T, dtype=dtype)
 
 
 @attention.register_fake
-def _(q, k, *_):
-    return _like_outputs(q, k)
+def _(q, k, v, *_):
+    return _like_outputs(q, k, v)
 
 
 @torch.library.custom_op(

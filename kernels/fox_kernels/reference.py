@@ -38,8 +38,8 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Forgetting Attention by its definition, the whole score matrix at once; differentiable twice, any floating dtype.
 
-    q (B, T, H, D); k, v (B, S, Hkv, D), H % Hkv == 0; log_f (B, S, H) float32 or float64; options as in
-    `fox_kernels.forgetting_attention`. Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) in
+    q (B, T, H, D); k (B, S, Hkv, D), v (B, S, Hkv, DV), H % Hkv == 0; log_f (B, S, H) float32 or float64; options as in
+    `fox_kernels.forgetting_attention`. Returns o (B, T, H, DV) in q's dtype and, with return_lse, lse (B, T, H) in
     float32 (float64 for float64). Raises ValueError for shapes, dtypes or options out of range.
     """
     q, k, v = under_autocast(q, k, v)

@@ -26,6 +26,7 @@ class Case:
     H: int = 2
     Hkv: int = 1
     D: int = 32
+    DV: int | None = None  # of v; None = D
     dtype: torch.dtype = torch.float32
     gate: str = "mixed"
     layout: str = "plain"
@@ -37,7 +38,7 @@ class Case:
         keys = "" if self.cuts is None else f" cu{self.cuts[:6]}"
         keys += "" if self.starts is None else f" start{self.starts}"
         dtype = str(self.dtype).removeprefix("torch.")
-        shape = f"B{self.B} T{self.T} S{self.S or self.T} H{self.H}/{self.Hkv} D{self.D}"
+        shape = f"B{self.B} T{self.T} S{self.S or self.T} H{self.H}/{self.Hkv} D{self.D}/{self.DV or self.D}"
         return f"{shape} {dtype} {self.gate} {self.layout}{keys} {self.options or ''}".strip()
 
 
@@ -78,9 +79,10 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 def draw(case: Case, device="cpu"):
     """Return leaf inputs (q, k, v, log_f), the output gradients (do, dlse) and the operator's options."""
     B, T, S, H, Hkv, D = case.B, case.T, case.S or case.T, case.H, case.Hkv, case.D
+    DV = case.DV or D
     q, k, v, do = (
-        laid_out(torch.randn(B, n, h, D, device=device).to(case.dtype), case.layout)
-        for n, h in ((T, H), (S, Hkv), (S, Hkv), (T, H))
+        laid_out(torch.randn(B, n, h, d, device=device).to(case.dtype), case.layout)
+        for n, h, d in ((T, H, D), (S, Hkv, D), (S, Hkv, DV), (T, H, DV))
     )
     options = dict(case.options)
     if case.cuts is not None:
@@ -179,6 +181,7 @@ def problems(draw, dtypes, head_dims=(16, 32, 80), longest=48) -> Case:
         layout=draw(st.sampled_from(LAYOUTS)),
         options={name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
+    case.DV = draw(st.sampled_from((None, case.D - 3)))
     kind = draw(st.sampled_from(("plain", "packed", "padded", "both")))
     if kind in ("packed", "both"):
         case.B = 1

@@ -18,6 +18,7 @@ CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({}, "gluon", "^Hopper GPU$"),
     ({"D": 128, "window": 9, "dtype": torch.float16}, "gluon", "^Hopper GPU$"),
     ({"D": 80, "sink": 64, "starts": [0, 3]}, "gluon", "^Hopper GPU$"),
+    ({"D": 128, "DV": 64}, "triton", "not gluon: the heads of v have 64 channels, those of q and k 128$"),
     ({"D": 256}, "triton", r"^CUDA tensors; not gluon: head_dim 256 is not one of \(64, 80, 96, 128\)"),
     ({"dtype": torch.float32}, "triton", "dtype torch.float32 is not bfloat16 or float16"),
     ({"softcap": 5.0}, "triton", "no softcap"),
@@ -42,11 +43,12 @@ CHOICES: list[tuple[dict[str, Any], str, str]] = [
 def problem(monkeypatch):
     """Return a function that makes fake inputs on a GPU that does as told, and the operator's options."""
 
-    def make(T=128, D=64, dtype=BF16, capability=(9, 0), gluon=None, rocm=False, starts=None, **options):
+    def make(T=128, D=64, DV=None, dtype=BF16, capability=(9, 0), gluon=None, rocm=False, starts=None, **options):
         monkeypatch.setattr(torch.version, "cuda", None if rocm else "13.0")
         monkeypatch.setitem(device._capabilities, torch.device("cuda:0"), capability)
         monkeypatch.setattr(hopper_forward, "GLUON_MISSING", gluon)
-        q, k, v = (torch.empty(2, n, h, D, dtype=dtype, device="cuda") for n, h in ((T, 4), (128, 2), (128, 2)))
+        widths = ((T, 4, D), (128, 2, D), (128, 2, DV or D))
+        q, k, v = (torch.empty(2, n, h, d, dtype=dtype, device="cuda") for n, h, d in widths)
         if starts is not None:
             options["seq_start"] = torch.empty(2, dtype=torch.int32, device="cuda")
         return (q, k, v, torch.empty(2, 128, 4, device="cuda")), options

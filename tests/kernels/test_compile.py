@@ -21,10 +21,11 @@ EVERY_OPTION = {"STARTS": True, "LOWER": 2, "SINK": True, "CAP": 2, "SHIFT": Tru
 SPILLS = {
     (90, "dq", 64): 56, (90, "dkdv", 64): 24, (90, "dq", 128): 56, (90, "dkdv", 128): 16, (90, "forward", 96): 8,
     (90, "forward", 256): 176, (90, "dq", 256): 192, (90, "dkdv", 256): 264,
-    (120, "dkdv", 80): 16, (120, "dq", 96): 16,
+    (120, "dkdv", 80): 16, (120, "dq", 96): 16, (80, "forward", 192): 8, (90, "forward", 192): 16,
+    (90, "dkdv", 192): 40, **{(arch, kernel, 192): 8 for arch in (86, 89) for kernel in ("dq", "dkdv")},
 }  # fmt: skip
 WITH_HORIZON = {("forward", 64): 8, ("dq", 64): 40, ("dkdv", 64): 80, ("dq", 128): 56, ("dkdv", 128): 24}
-HEAD_DIMS = [64, 128, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 96, 256))]
+HEAD_DIMS = [64, 128, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 96, 192, 256))]
 
 
 def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:

@@ -43,12 +43,13 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
         "horizon": draw.choice([None, None, 0.5, 8.0]),
     }
     return {
-        "shape": (B, T, S, draw.choice([1, 2]) * group, group, draw.choice([16, 32, 64, 80, 96, 128, 256])),
+        "shape": (B, T, S, draw.choice([1, 2]) * group, group, draw.choice([16, 32, 64, 80, 96, 128, 192, 256])),
         "gate": draw.choice(GATES),
         "dtype": draw.choice([torch.float32, torch.float16]),
         "starts": draw.choice([None, starts]),
         "spread": draw.choice([1.0, 1.0, 6.0]),
         "options": options,
+        "narrower": draw.choice([0, 0, 3]),
     }
 
 
@@ -65,6 +66,7 @@ def failure(problem: dict, device: str = "cpu") -> str | None:
         (torch.randn(B, n, heads, D, device=device) * size).to(dtype)
         for n, heads, size in ((T, H, problem["spread"]), (S, H // group, 1), (S, H // group, 1))
     )
+    v = v[..., : D - problem["narrower"]]
     log_f = gates(problem["gate"], B, S, H, device=device)
     exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), **options)
     eager = reference.forgetting_attention(q, k, v, log_f, **options)

@@ -23,6 +23,8 @@ FEATURES = {
     "plain": {},
     "head dim 80": {"D": 80},
     "head dim 96, GQA 3": {"D": 96, "H": 3},
+    "MLA, 192 and 128": {"T": 40, "D": 192, "DV": 128, "H": 1},
+    "MLA, decoding": {"T": 1, "S": 300, "D": 192, "DV": 128, "options": {"horizon": 6.0, "sink": 1}},
     "T < S": {"T": 20, "S": 75},
     "one token": {"T": 1, "S": 1},
     "decoding": {"T": 1, "S": 300, "H": 4, "options": {"sink": 3, "window": 100}},

@@ -25,9 +25,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def doubles(T=4, S=7, H=2, Hkv=1, D=3):
+def doubles(T=4, S=7, H=2, Hkv=1, D=3, DV=None):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, h, D, dtype=FP64, requires_grad=True) for n, h in ((T, H), (S, Hkv), (S, Hkv)))
+    widths = ((T, H, D), (S, Hkv, D), (S, Hkv, DV or D))
+    q, k, v = (torch.randn(1, n, h, d, dtype=FP64, requires_grad=True) for n, h, d in widths)
     return q, k, v, (-2 * torch.rand(1, S, H, dtype=FP64)).requires_grad_()
 
 
@@ -48,7 +49,7 @@ def test_gradcheck(operator, options):
         o, lse = operator(*inputs, return_lse=True, **options)
         return o, lse.masked_fill(lse == -torch.inf, 0)
 
-    assert torch.autograd.gradcheck(finite, doubles())
+    assert torch.autograd.gradcheck(finite, doubles(DV=2))
 
 
 def test_definition_by_hand():
@@ -104,7 +105,7 @@ def test_chunked_equals_the_reference_on_any_problem(case, scores_per_chunk):
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "SCORES_PER_CHUNK", scores_per_chunk)
-        agree(case, 1e-11 if case.dtype == FP64 else 1e-5)
+        agree(case, 1e-11 if case.dtype == FP64 else 2e-5)  # shut gates: dlog_f is a difference of large sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -172,10 +173,10 @@ def test_autocast_chooses_the_inputs_dtype_and_nothing_else():
 def test_no_queries_no_error(backend, shape, options):
     B, T, S = shape
     q = torch.randn(B, T, 2, 4, requires_grad=True)
-    k, v = (torch.randn(B, S, 1, 4, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(B, S, 1, d, requires_grad=True) for d in (4, 3))
     log_f = torch.zeros(B, S, 2, requires_grad=True)
     o, lse = forgetting_attention(q, k, v, log_f, return_lse=True, backend=backend, **options)
-    assert o.shape == q.shape
+    assert o.shape == (B, T, 2, 3)
     assert not any(x.any() for x in torch.autograd.grad(o.sum() + lse.sum(), (q, k, v, log_f)))
 
 
@@ -268,10 +269,12 @@ def test_a_choice_is_said_once_whatever_the_numbers_in_its_reason(capsys):
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_fake_tensors_take_the_shapes_through(backend, options):
     with FakeTensorMode() as mode:
-        inputs = [x.requires_grad_() for x in (torch.randn(1, n, h, 3) for n, h in ((4, 2), (7, 1), (7, 1)))]
+        inputs = [
+            x.requires_grad_() for x in (torch.randn(1, n, h, d) for n, h, d in ((4, 2, 3), (7, 1, 3), (7, 1, 2)))
+        ]
         inputs.append(torch.randn(1, 7, 2, requires_grad=True))
         given = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         o, lse = forgetting_attention(*inputs, return_lse=True, backend=backend, **given)
         grads = torch.autograd.grad(o.sum() + lse.sum(), inputs)
-    assert (o.shape, lse.shape) == ((1, 4, 2, 3), (1, 4, 2))
+    assert (o.shape, lse.shape) == ((1, 4, 2, 2), (1, 4, 2))
     assert [x.shape for x in grads] == [x.shape for x in inputs]

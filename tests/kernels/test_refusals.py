@@ -15,6 +15,7 @@ def problem() -> list[torch.Tensor]:
 BAD: dict[str, dict[str, Any]] = {
     "4 dimensions": {"q": torch.zeros(1, 2, 3)},
     "one shape": {"v": torch.zeros(1, 5, 2, 8)},
+    "v's heads may be narrower": {"v": torch.zeros(1, 4, 2, 9)},
     "multiple of the key/value heads": {"q": torch.zeros(1, 4, 3, 8), "log_f": torch.zeros(1, 4, 3)},
     "T <= S": {"q": torch.zeros(1, 5, 4, 8)},
     "log_f must be \\(B, S, H\\)": {"log_f": torch.zeros(1, 4, 2)},

@@ -8,7 +8,7 @@ one graph serves every length up to S. Which stretches of keys the programs take
 import torch
 from torch import Tensor
 
-from ..arguments import resolved
+from ..arguments import as_wide_as, resolved
 from ..host.device import on_device, triton_unsupported
 from ..options import given
 from . import planner
@@ -33,10 +33,10 @@ def decode_at(
     seq_start: Tensor | None = None,
     **options,
 ) -> Tensor:
-    """Return o (B, T, H, D): `decode_attention` of the first `length` + T tokens of rooms for S.
+    """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
 
     q           (B, T, H, D), the new tokens, which are in the rooms already
-    k, v        (B, S, Hkv, D), views of the rooms; c_hi, c_lo (B, H, S) float32, last stride 1
+    k, v        (B, S, Hkv, D), views of the rooms, v perhaps narrower; c_hi, c_lo (B, H, S) float32, last stride 1
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
 
     seq_start and options (scale, window, sink, softcap, horizon) are as in `forgetting_attention`. Raises ValueError
@@ -52,5 +52,7 @@ def decode_at(
                          f"{length.dtype} on {length.device}")  # fmt: skip
     wanted = resolved(given(**options)[0], q.shape[-1], k.shape[1])
     decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, wanted, padded=seq_start is not None)
+    wide = as_wide_as(q, v)
     with on_device(q):
-        return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, length=length)
+        o = decoder(q, k, wide, c_hi, c_lo, seq_start=seq_start, length=length)
+    return o if wide is v else o[..., : v.shape[-1]]

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

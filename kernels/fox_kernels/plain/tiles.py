@@ -85,8 +85,9 @@ FULL_PRECISION = {
 
 
 def split_head_dim(D: int) -> tuple[int, int]:
-    """Return D as a power of two plus a remainder that a dot can take: 80 = 64 + 16, 96 = 64 + 32, others D + 0."""
-    return (64, D - 64) if D in (80, 96) else (D, 0)
+    """Return D as a power of two plus a remainder that a dot can take: 80 = 64 + 16, 192 = 128 + 64, 64 = 64 + 0."""
+    whole = 1 << (D.bit_length() - 1)
+    return whole, D - whole
 
 
 def table_for(dtype: torch.dtype, capability: tuple[int, int]) -> dict:
