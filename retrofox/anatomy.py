@@ -89,6 +89,18 @@ def exempt_tokens(attention: Any) -> int:
     return attention.sink_tokens if sliding_window(attention) is None else 0
 
 
+def cached_heads(attention: Any) -> tuple[int, int]:
+    """(heads whose keys a cache holds apart, channels of one's key and value); a latent (MLA) is one head for all.
+
+    Older versions of transformers cache what the latent expands to.
+    """
+    config = attention.config
+    if hasattr(attention, "expand_kv"):
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, attention.head_dim + getattr(attention, "v_head_dim", attention.head_dim)
+
+
 def set_annealed_tokens(model: Any, tokens: int) -> None:
     """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
     model.config.fox["annealed_tokens"] = int(tokens)

@@ -144,7 +144,13 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
 
 
 def _check_places(config: Any, spec: FoxSpec) -> None:
-    """Raises ValueError for layers and heads that a model with this config lacks."""
+    """Raises ValueError for layers, heads and projections that a model with this config lacks."""
+    per_head = [part for part in ("qk-norm", "k-shift", "v-shift") if part in spec.pro]
+    if per_head and getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{', '.join(per_head)}: heads of a {config.model_type} have no key and value projections of their own, "
+            "but one latent for all (MLA); of the Pro parts output-norm and output-gate can be had"
+        )
     layers = config.num_hidden_layers
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]

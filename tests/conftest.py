@@ -35,6 +35,15 @@ PICO = {
     "pad_token_id": 1,
     "initializer_range": 0.3,  # logits far enough apart that rounding never decides
 }
+MLA = {
+    "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 6,
+}  # fmt: skip
+DEEPSEEK = {
+    **MLA, "n_routed_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+"""What MLA and DeepSeek's experts need beside PICO."""
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"

@@ -102,7 +102,7 @@ class ForgettingLayer(DynamicLayer):
         return [self._joined(list(x)).view(self.batch, self.kv_heads, head_dim) for x in zip(*found, strict=True)]
 
     def attend(self, call: Any, attend: Callable[[Any], Tensor]) -> Tensor:
-        """(B, T, H, D) of a `Call`, by the backend that serves each group."""
+        """(B, T, H, DV) of a `Call`, by the backend that serves each group."""
         if self.pairs is None:
             return attend(call._replace(gates=self._gates(call, self.groups[0])))
         if call.mask is not None or call.cu_seqlens is not None:
@@ -113,9 +113,10 @@ class ForgettingLayer(DynamicLayer):
             )
         batch, _, length, dim = call.query.shape
         [queries] = zip(*self._split([call.query.reshape(len(self), -1, length, dim)]), strict=True)
-        outputs = []
+        outputs, expand = [], getattr(call.gates, "expand", None)
         for group, query in zip(self.groups, queries, strict=True):
-            given = {"query": query, "key": group.keys[..., :dim], "value": group.values, "seq_start": None}
+            key, value = expand(group.keys, group.values) if expand else (group.keys[..., :dim], group.values)
+            given = {"query": query, "key": key, "value": value, "seq_start": None}
             outputs.append(attend(call._replace(gates=self._gates(call, group), **given)))
         out = self._joined(outputs).unflatten(0, (batch, -1))  # (B, Hkv, T, G, D)
         return out.transpose(1, 2).flatten(2, 3)

@@ -52,6 +52,8 @@ def _rotary(module: Any, native: Any, cos_sin: Any, position_ids: Any, x: torch.
         return native.forward, cos_sin
     if fade.skippable and native.unrotated is not None:
         return native.unrotated, cos_sin
+    if isinstance(cos_sin, torch.Tensor):
+        return native.forward, fade.edited(cos_sin, position_ids)
     cos, sin = cos_sin
     whole = fade.stacked and cos.dim() == 3 and cos.shape[-1] == module.head_dim
     if native.fused is not None and whole and fused.available(x):

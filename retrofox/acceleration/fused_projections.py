@@ -28,12 +28,14 @@ PLAIN = (
 
 
 def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A copy of a native attention forward with `replacement` for apply_rotary_pos_emb; None if it isn't called.
+    """A copy of a native attention forward with `replacement` for apply_rotary_pos_emb; None if it calls no or another.
 
     The copy has globals of its own, so nothing else sees the change. They carry no __name__: torch.compile would
     look names up in the module of that name and find the real function.
     """
-    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+    if not isinstance(forward, types.FunctionType):
+        return None
+    if [name for name in forward.__code__.co_names if name.startswith(ROTARY)] != [ROTARY]:  # or one of two, by config
         return None
     names = {**forward.__globals__, ROTARY: replacement}
     names.pop("__name__", None)

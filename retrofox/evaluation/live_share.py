@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.anatomy import attentions, exempt_tokens, inner_model, sliding_window
+from retrofox.anatomy import attentions, cached_heads, exempt_tokens, inner_model, sliding_window
 from retrofox.data.windows import Window
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import progress_bar
@@ -111,9 +111,9 @@ def measure_live_share(
 
 def _by_layer(model: Any, sums: dict[int, torch.Tensor], length: int, horizon: float) -> list[LiveShare]:
     """Each layer's share after the first `length` tokens, from (H, T) c of the layers with gates."""
-    heads, kv_heads = model.config.num_attention_heads, _kv_heads(model.config)
-    shares = []
+    heads, shares = model.config.num_attention_heads, []
     for layer, (_, attention) in enumerate(attentions(model)):
+        kv_heads, _ = cached_heads(attention)
         if layer in sums:
             c = sums[layer][:, :length].numpy()
             c = np.repeat(c, heads // len(c), axis=0)  # one gate may serve all query heads of a kv head
@@ -155,15 +155,15 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         np.mean([[getattr(share, name) for share in layers] for layers in documents], axis=0)
         for name in ("ops", "reach", "cache")
     )
-    config, kv_heads = model.config, _kv_heads(model.config)
     itemsize = next(model.parameters()).element_size()
     base = kept = 0.0
     for layer, (_, attention) in enumerate(attentions(model)):
         window = sliding_window(attention)
         seen = 1.0 if window is None else min(1.0, window / length)  # of the text's tokens
-        entry = 2 * attention.head_dim * itemsize
+        kv_heads, channels = cached_heads(attention)
+        entry = channels * itemsize
         base += seen * kv_heads * entry
-        c_bytes = C_BYTES * config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
+        c_bytes = C_BYTES * model.config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
     weights = _weight_bytes(model)
     return {
@@ -185,7 +185,3 @@ def _weight_bytes(model: Any) -> int:
     rows = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is rows
     return total if tied else total - rows.numel() * rows.element_size()
-
-
-def _kv_heads(config: Any) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -40,13 +40,13 @@ def masked_attention(
     those of a kv head are rows of one product.
 
     Args:
-        query: (B, H, T, D); key, value: (B, Hkv, S, D).
+        query: (B, H, T, D); key: (B, Hkv, S, D); value: (B, Hkv, S, DV).
         c: (B, H, S) in base 2 as two floats.
         mask: (B or 1, 1, T, S), bool or additive. A query's own key is the last it sees, sinks are the first. None: one
             query that sees all keys.
         horizon: nats; keys that have decayed by as much are masked, but sinks.
 
-    Returns: (B, T, H, D); 0 for a query that sees nothing.
+    Returns: (B, T, H, DV); 0 for a query that sees nothing.
     """
     own = None
     if mask is not None:
@@ -71,7 +71,7 @@ def masked_attention(
         bias = bias.masked_fill(~mask, float("-inf"))
     if softcap is None and query.shape[2] == 1:
         rows, bias = (x.reshape(key.shape[0], key.shape[1], -1, x.shape[-1]) for x in (query, bias))
-        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).view(query.shape)
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).flatten(1, 2)[:, :, None]
     elif softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     else:
@@ -93,12 +93,12 @@ def forgetting_attention(
     """Causal Forgetting Attention, a chunk of queries at a time; the backward computes each chunk again.
 
     Args:
-        q: (B, T, H, D); k, v: (B, S, Hkv, D), the queries being the last T of the S positions.
+        q: (B, T, H, D); k: (B, S, Hkv, D); v: (B, S, Hkv, DV); the queries are the last T of the S positions.
         log_f: (B, S, H) float32, natural log.
         cu_seqlens: (N + 1,) document starts of one row; seq_start: (B,) the first visible position of each row.
         window: keys that a query sees, its own included; sink: first positions of a document, exempt from decay.
 
-    Returns: (B, T, H, D)
+    Returns: (B, T, H, DV)
     """
     batch, length, heads = q.shape[:3]
     total = k.shape[1]
@@ -128,7 +128,7 @@ def forgetting_attention(
         given = (total - length + first, *rows)
         recomputed = torch.is_grad_enabled() and size < length
         outputs.append(checkpoint(chunk, *given, use_reentrant=False) if recomputed else chunk(*given))
-    return torch.cat(outputs, 1) if outputs else q
+    return torch.cat(outputs, 1) if outputs else q[..., : v.shape[-1]]
 
 
 def visible_keys(queries: Tensor, num_keys: int, start: Tensor | None, window: int | None) -> Tensor:

@@ -12,6 +12,7 @@ SUPPORTED = {
     "qwen3_moe": "Qwen3Moe", "arcee": "Arcee", "cohere": "Cohere", "ernie4_5": "Ernie4_5", "exaone4": "Exaone4",
     "gemma": "Gemma", "glm4": "Glm4", "granitemoe": "GraniteMoe", "olmo": "Olmo", "olmo3": "Olmo3", "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe", "seed_oss": "SeedOss", "starcoder2": "Starcoder2",
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite", "youtu": "Youtu",
 }  # fmt: skip
 """Base model_type -> prefix of its transformers classes; a converted model's type is `fox_` + the base's."""
 

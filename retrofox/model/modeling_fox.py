@@ -331,12 +331,12 @@ class RotaryFade(nn.Module):
         with torch.device("cpu"):
             twin = type(rotary)(config)
             inv_freq, self.attention_scaling = layer_frequencies(twin, layer_type)
-            cos, _ = twin(torch.zeros(1), torch.tensor([[1]]), *([] if hasattr(twin, "inv_freq") else [layer_type]))
-            halves = torch.arange(len(inv_freq)).repeat(2)
-            interleaved = torch.arange(len(inv_freq)).repeat_interleave(2)
+            turn = twin(torch.zeros(1), torch.tensor([[1]]), *([] if hasattr(twin, "inv_freq") else [layer_type]))
+            cos = turn.real if isinstance(turn, Tensor) else turn[0]
+            halves = torch.arange(len(inv_freq)).repeat(cos.shape[-1] // len(inv_freq))
             expected = (inv_freq.cos() * self.attention_scaling).to(cos.dtype)
             self.stacked = torch.allclose(cos[0, 0], expected[halves])
-            self.channel_pair = (halves if self.stacked else interleaved).tolist()
+            self.channel_pair = (halves if self.stacked else halves.sort().values).tolist()
         self.inv_freq = inv_freq.tolist()
         self.set(spec)
 
@@ -350,6 +350,12 @@ class RotaryFade(nn.Module):
         self.gone = all(f == 0.0 for f in faded)
         self.skippable = self.gone and self.attention_scaling == 1.0  # applying the rotary would multiply by one
         self.derived = {}  # what is worked out from the fades once, by device
+
+    def edited(self, turn: Any, position_ids: Tensor | None) -> Any:
+        """A layer's rotary embedding, edited: (cos, sin), or DeepSeek V2's cos + i sin, complex (B, T, P)."""
+        if not isinstance(turn, Tensor):
+            return self(*turn, position_ids)
+        return turn if self.kept else torch.complex(*self(turn.real, turn.imag, position_ids))
 
     def forward(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.kept:
@@ -465,7 +471,7 @@ class GateCache:
     """One attention call's view of a transformers cache (or of none) that gives each key its gates.
 
     hidden_states (B, T, hidden) entered the attention block; position_ids (B or 1, T), which native forwards don't all
-    pass on; carried: (B, T, Hkv, D) tensors that the next call will need; layer: the one `update` has appended to.
+    pass on; carried: (B, T, Hkv, D) for the next call; layer: where `update` appended; expand: a latent's keys, values.
     """
 
     def __init__(self, cache: Any, log_f: Tensor, hidden_states: Tensor | None = None, position_ids: Any = None):
@@ -474,6 +480,7 @@ class GateCache:
         self.hidden_states, self.position_ids = hidden_states, position_ids
         self.carried: list[Tensor] = []
         self.layer: Any = None
+        self.expand: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
@@ -550,9 +557,9 @@ def first_visible(mask: Tensor) -> Tensor:
 class Call(NamedTuple):
     """What a layer attends with.
 
-    query (B, H, T, D); key, value (B, Hkv, S, D), the queries being the last T of the S positions; seq_start (B,) the
-    first visible position of each row; mask (B, 1, T, S), anything; cu_seqlens (N + 1,) over flattened tokens; options:
-    scale, window, sink, softcap, horizon.
+    query (B, H, T, D); key (B, Hkv, S, D); value (B, Hkv, S, DV); the queries are the last T of the S positions;
+    seq_start (B,) the first visible position of each row; mask (B, 1, T, S), anything; cu_seqlens (N + 1,) over
+    flattened tokens; options: scale, window, sink, softcap, horizon.
     """
 
     query: Tensor
@@ -566,7 +573,7 @@ class Call(NamedTuple):
 
 
 def attend(call: Call) -> Tensor:
-    """(B, T, H, D): the attention of a layer by the backend that `choose` names."""
+    """(B, T, H, DV): the attention of a layer by the backend that `choose` names."""
     backend, _ = choose(call)
     return BACKENDS[backend](call)
 
@@ -651,7 +658,9 @@ class FoxMixin(nn.Module):
         if not getattr(self, "is_causal", True):
             raise ValueError("bidirectional attention can't forget: gates need a causal model")
         heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.mode = "fox"
+        self.head_dim = getattr(self, "qk_head_dim", None) or self.head_dim  # MLA: its rotary part and the other
+        width = getattr(self, "v_head_dim", self.head_dim)
+        self.mode, self.rotary_fade = "fox", fade
         self.log_n, self.horizon, self.sink_tokens = spec.log_n, spec.horizon, spec.sink_tokens
         gates = kv_heads if spec.gate_heads == "kv" else heads
         self.num_fox_heads, self.heads_per_gate = heads, heads // gates
@@ -663,10 +672,9 @@ class FoxMixin(nn.Module):
         self.k_norm_fox = HeadNorm(kv_heads, self.head_dim, 1e-5 if official else eps) if norm else None
         self.k_shift = Shift(hidden, kv_heads, official) if "k-shift" in parts else None
         self.v_shift = Shift(hidden, kv_heads, official) if "v-shift" in parts else None
-        self.output_norm = HeadNorm(heads, self.head_dim, eps) if "output-norm" in parts else None
-        self.output_gate = OutputGate(hidden, heads, self.head_dim) if "output-gate" in parts else None
+        self.output_norm = HeadNorm(heads, width, eps) if "output-norm" in parts else None
+        self.output_gate = OutputGate(hidden, heads, width) if "output-gate" in parts else None
         self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))
-        self.rotary_fade = fade
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
@@ -688,7 +696,7 @@ class FoxMixin(nn.Module):
         stand_in: Any = self
         if self.mode != "original":
             if cos_sin is not None and self.rotary_fade is not None:
-                cos_sin = self.rotary_fade(*cos_sin, kwargs.get("position_ids"))
+                cos_sin = self.rotary_fade.edited(cos_sin, kwargs.get("position_ids"))
             if self.projects:
                 told = kwargs.get("cu_seqlens"), kwargs.get("shards")
                 stand_in = ProjectedAttention(self, gates, attention_mask, *told)
@@ -700,7 +708,7 @@ class FoxMixin(nn.Module):
         dropout: float = 0.0, *, gates: GateCache, cu_seqlens: Tensor | None = None, shards: Any = None,
         sliding_window: int | None = None, softcap: float | None = None, trailing: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """The attention function that the native forward calls: (B, T, H, D), and no attention weights.
+        """The attention function that the native forward calls: (B, T, H, DV), and no attention weights.
 
         attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache to
         its filled part); or (B, 1, T, S) bool, anything. shards: see `FoxModelMixin.forward`. trailing: the (B, S) mask
@@ -712,6 +720,7 @@ class FoxMixin(nn.Module):
             )
         # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
         query, key = query.to(value.dtype), key.to(value.dtype)
+        gates.expand = getattr(self, "expand_kv", None)
         if self.log_n is not None and self.mode != "original":
             seen = key.shape[2] if gates.layer is None else int(gates.layer.get_seq_length())
             position_ids = gates.position_ids
@@ -743,7 +752,7 @@ class FoxMixin(nn.Module):
         return (output if self.mode == "original" else self.finish(output, gates.hidden_states)), None
 
     def finish(self, output: Tensor, hidden_states: Tensor | None) -> Tensor:
-        """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
+        """Output norm and output gate on the attention's output (B, T, H, DV), where the spec has them."""
         if self.output_norm is not None:
             output = self.output_norm(output)
         return output if self.output_gate is None else self.output_gate(output, hidden_states)
@@ -1025,7 +1034,8 @@ def make_classes(model_type: str) -> tuple[type, type]:
         setattr(self, self.base_model_prefix, inner(config))
         native_lm.post_init(self)
 
-    body = {"config_class": config_class, "__module__": __name__}
+    whole = (*NEW_MODULES, *(native._keep_in_fp32_modules_strict or ()))  # and the base's: a router's correction
+    body = {"config_class": config_class, "__module__": __name__, "_keep_in_fp32_modules_strict": whole}
     inner: Any = type(f"Fox{prefix}Model", (FoxModelMixin, native), {**body, "__init__": init_model})
     return inner, type(f"Fox{prefix}ForCausalLM", (FoxPreTrained, native_lm), {**body, "__init__": init_lm})
 

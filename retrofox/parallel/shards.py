@@ -92,13 +92,16 @@ class Shards:
         """Forgetting Attention over whole rows, of which each process gives its part and gets its part.
 
         Args:
-            query: (B, H, t, D); key, value: (B, Hkv, t, D); log_f: (B, t, H) float32.
+            query: (B, H, t, D); key: (B, Hkv, t, D); value: (B, Hkv, t, DV), DV <= D; log_f: (B, t, H) float32.
             options: scale, window, sink, softcap and horizon, as `fox_kernels.forgetting_attention` takes them.
             locally: locally(query, key, value, log_f, cu_seqlens, options) attends on one device.
 
         Returns:
-            (B, t, H, D).
+            (B, t, H, DV).
         """
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # one exchange takes one width
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
         q, k, v = heads_for_tokens(self.mesh, *(x.transpose(1, 2) for x in (query, key, value)))
         gates = heads_for_tokens(self.mesh, log_f[..., None])[0][..., 0]
         if self.mesh.degrees.zigzag == 1:
@@ -107,7 +110,7 @@ class Shards:
         else:
             documents = [self.rows.documents(row) for row in range(self.rows.batch)]
             out = zigzag_attention(self.mesh, documents, q, k, v, gates, options, locally)
-        return tokens_for_heads(self.mesh, out)
+        return tokens_for_heads(self.mesh, out)[..., :width]
 
     def shifted(
         self,

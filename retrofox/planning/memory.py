@@ -65,7 +65,7 @@ def adapter_parameters(shape: Shape, recipe: Recipe) -> dict[str, int]:
     found, targets = {"attention": 0, "rest": 0}, recipe.lora.targets
     for name, (inputs, outputs) in shape.matrices.items():
         if targets == "all-linear" or any(fnmatch.fnmatch(name, target) for target in targets):
-            role = "attention" if name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj") else "rest"
+            role = "rest" if name in ("gate_proj", "up_proj", "down_proj") else "attention"
             one = recipe.lora.rank * (inputs + outputs) + (outputs if recipe.lora.dora else 0)
             found[role] += shape.layers * one
     return found

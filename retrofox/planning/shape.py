@@ -20,6 +20,7 @@ class Family(NamedTuple):
         gated: whether the MLP has three matrices (gate, up, down), not two.
         tied: whether embedding and head are one where the config doesn't say.
         head_dim: where the config doesn't say; None = hidden_size / heads.
+        latent: whether keys and values come from one latent for all heads (MLA).
         expert_width: key of the config for the width of an expert, where the MLP has experts.
     """
 
@@ -31,10 +32,12 @@ class Family(NamedTuple):
     tied: bool = False
     head_dim: int | None = None
     expert_width: str | None = None
+    latent: bool = False
 
 
 LLAMA = Family()
 MIXTRAL = Family(expert_width="intermediate_size")
+DEEPSEEK = Family(expert_width="moe_intermediate_size", latent=True)
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "phi3", "granite", "ministral", "ministral3"), LLAMA),
     **dict.fromkeys(("mixtral", "granitemoe"), MIXTRAL),
@@ -56,6 +59,10 @@ FAMILIES = {
     "glm4": Family(norms=4, qkv_bias=True, head_dim=128),
     "olmo": Family(norms=0, last_norm=0),
     "seed_oss": Family(qkv_bias=True, head_dim=128),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
+    "youtu": Family(latent=True, tied=True),
     "starcoder2": Family(norms=4, last_norm=2, gated=False, tied=True),
 }
 """model_type -> its differences, for every family that can be converted."""
@@ -66,6 +73,7 @@ class Shape:
     """Sizes of a model, and its parameters by part; those of a layer are means over all layers.
 
     Attributes:
+        head_dim: channels of a head; of MLA the mean of q's and v's, which attention's operations and bytes go by.
         windows: by layer, keys that a query sees at most; None = all.
         width: of what an MLP makes of a token: of its inner layer, or of all experts that the token visits.
         matrices: of attention and of the MLP, (inputs, outputs) of one layer, as LoRA adapts them; of experts, none.
@@ -82,7 +90,7 @@ class Shape:
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: float
     vocabulary: int
     width: int
     gated: bool
@@ -142,15 +150,23 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
     layers, hidden, heads = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or family.head_dim or hidden // heads
+    out_dim = config["v_head_dim"] if family.latent else head_dim
     queries, keys = heads * head_dim, kv_heads * head_dim
     projections = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
     projections["o_proj"] = (queries, hidden)
+    if family.latent:
+        projections = _latent_projections(config, hidden, heads)
+        head_dim = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + out_dim) / 2
     biases = "use_bias" if name in ("ernie4_5", "starcoder2") else "attention_bias"
     all_biased = bool(config.get(biases, name == "starcoder2"))
     qkv_biased = all_biased if family.qkv_bias is None else config.get("attention_bias", family.qkv_bias)
     if family.qkv_bias is not None:
         all_biased = bool(config.get("attention_out_bias"))
     attention = products(projections) + qkv_biased * (queries + 2 * keys) + all_biased * hidden
+    if family.latent:  # norms of the latents, and biases of what makes them
+        latents = [projections[key][1] for key in ("q_a_proj", "kv_a_proj_with_mqa") if key in projections]
+        attention = products(projections) + sum(latents) - config["qk_rope_head_dim"]
+        attention += all_biased * (sum(latents) + hidden)
     if family.qk_norm == "head":
         attention += 2 * head_dim
     elif family.qk_norm == "hidden":
@@ -182,9 +198,18 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
         embedding=embedding,
         head=head,
         gates=gates,
-        pro=0 if spec is None else _pro(spec, hidden, heads, kv_heads, head_dim, bool(family.qk_norm)),
+        pro=0 if spec is None else _pro(spec, hidden, heads, kv_heads, out_dim, bool(family.qk_norm)),
         matrices={**projections, **matrices},
     )
+
+
+def _latent_projections(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[int, int]]:
+    """Multi-head latent attention: (inputs, outputs) of its matrices."""
+    rotary, plain, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rank, queries, latent = config.get("q_lora_rank"), heads * (plain + rotary), config["kv_lora_rank"]
+    found = {"q_a_proj": (hidden, rank), "q_b_proj": (rank, queries)} if rank else {"q_proj": (hidden, queries)}
+    found |= {"kv_a_proj_with_mqa": (hidden, latent + rotary), "kv_b_proj": (latent, heads * (plain + value))}
+    return {**found, "o_proj": (heads * value, hidden)}
 
 
 def products(matrices: dict[str, tuple[int, int]]) -> int:
@@ -202,13 +227,16 @@ def _mlp(family: Family, config: dict[str, Any], biased: bool) -> tuple[int, int
     dense = kinds * hidden * inner
     if family.expert_width is None:
         return dense + bias, dense, inner, matrices
-    count, width = config.get("num_local_experts") or config["num_experts"], config[family.expert_width]
+    named = ("num_local_experts", "n_routed_experts", "num_experts")
+    count, width = next(config[key] for key in named if config.get(key)), config[family.expert_width]
     visited = config.get("num_experts_per_tok", 2)
     expert, router = kinds * hidden * width, count * hidden
-    shared = config.get("shared_expert_intermediate_size") or 0
-    always = kinds * hidden * shared + (hidden if shared else 0)
+    gate = config.get("shared_expert_intermediate_size") or 0  # with a gate of its own; DeepSeek's have none
+    shared = gate or width * (config.get("n_shared_experts") or 0)
+    always = kinds * hidden * shared + (hidden if gate else 0)
     step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    sparse = sum(index not in plain and (index + 1) % step == 0 for index in range(layers))
+    first, types = config.get("first_k_dense_replace") or 0, config.get("mlp_layer_types") or ["sparse"] * layers
+    sparse = sum(n >= first and n not in plain and (n + 1) % step == 0 and types[n] == "sparse" for n in range(layers))
     mixed = count * expert + router + always, visited * expert + router + always, visited * width + shared
     plain_ones = dense, dense, inner
     each = [(sparse * a + (layers - sparse) * b) // layers for a, b in zip(mixed, plain_ones, strict=True)]

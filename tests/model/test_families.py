@@ -18,6 +18,7 @@ from retrofox.surgery import unconverted
 from tests import conftest
 from tests.model.conftest import logits
 
+MLA, DEEPSEEK = conftest.MLA, conftest.DEEPSEEK
 PICO = {**conftest.PICO, "vocab_size": 96, "initializer_range": 0.15}
 MIXED = ["sliding_attention", "full_attention"]
 LLAMA3 = {
@@ -59,6 +60,10 @@ ROWS = {
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **MOE},
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.0},
     "starcoder2": {"sliding_window": 7},
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 1},
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
+    "youtu": MLA,
 }
 MODES = {
     "keep": {"rope": "keep"},
@@ -81,6 +86,8 @@ TWO_BASES = {
 }
 FIVE_TO_ONE = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 30, "head_dim": 6}
 BIASED_AND_TIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+WIDE = {"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LARGE = {**DEEPSEEK, **WIDE, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}
 UNUSUAL = {
     "llama biased, tied, 5:1 heads of 6, yarn": {**FIVE_TO_ONE, **BIASED_AND_TIED, "rope_parameters": YARN},
     "mistral narrow window, dynamic": {"sliding_window": 3, "rope_parameters": DYNAMIC},
@@ -95,6 +102,9 @@ UNUSUAL = {
     "ministral3 queries scaled by position": {
         "rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 8}
     },
+    "deepseek_v2 192 and 128, yarn": LARGE,
+    "deepseek_v3 192 and 128, yarn, biased": {**LARGE, "attention_bias": True},
+    "youtu halves, tied": {**MLA, "rope_interleave": False, "tie_word_embeddings": True},
     "olmo2 biased, llama3": {"attention_bias": True, "rope_parameters": LLAMA3},
 }
 ROWS_AND_UNUSUAL = {**ROWS, **UNUSUAL}
@@ -306,11 +316,38 @@ def test_trained_length_is_the_length_before_scaling():
     assert trained_length(config) == 4096
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma3", "mamba", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3", "mamba", "mistral4"])
 def test_other_families_are_refused_with_the_list(model_type):
     with pytest.raises(ValueError, match="not supported") as error:
         check_supported(AutoConfig.for_model(model_type))
     assert all(family in str(error.value) for family in SUPPORTED)
+
+
+@pytest.mark.parametrize("part", ["qk-norm", "k-shift", "v-shift"])
+def test_parts_of_single_keys_are_refused_for_a_latent_and_nothing_is_written(part, tmp_path):
+    make_base("youtu").save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=f"^{part}: heads of a youtu have no key and value projections of their own"):
+        retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=(part,)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("row", ["deepseek_v2", "deepseek_v3"], indirect=True)
+def test_a_latent_takes_the_other_parts(base, stir, tokens, path, tmp_path):
+    spec = FoxSpec(half_life=(2.0, 100.0), pro=("output-norm", "output-gate"), gate_heads="kv", log_n=8)
+    model = stir(retrofox.convert(base, fox=spec)).eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(tokens, **options), model.generate(tokens, use_cache=False, **options))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(retrofox.load(tmp_path), tokens), logits(model, tokens))
+
+
+def test_a_router_stays_float32_in_a_bfloat16_model(tmp_path):
+    base = make_base("deepseek_v3")
+    retrofox.convert(base, fox=FoxSpec()).save_pretrained(tmp_path)
+    loaded = retrofox.load(tmp_path, dtype=torch.bfloat16)
+    kinds = {name: value.dtype for name, value in loaded.state_dict().items() if "e_score" in name}
+    assert set(kinds.values()) == {torch.float32}
+    assert loaded.model.layers[0].self_attn.o_proj.weight.dtype == torch.bfloat16
 
 
 def test_windows_that_the_attention_is_not_told_of_are_refused():

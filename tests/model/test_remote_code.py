@@ -11,11 +11,14 @@ import torch
 
 import retrofox
 from retrofox.model import modeling_fox
+from tests.conftest import DEEPSEEK
 
 TOKENS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 SPECS = {
     "plain": {},
     "all parts": {"pro": "all", "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100, "annealed_tokens": 30},
+    "latent": {"family": "deepseek_v2", "config": DEEPSEEK, "rope": "interpolate", "pro": "output-norm,output-gate"},
+    "latent, horizon": {"family": "deepseek_v3", "config": DEEPSEEK, "horizon": 6.0, "half_life": (1.0, 9.0)},
     "no gate": {"gate": "none", "rope": "drop", "log_n": 8},
 }
 PROGRAM = """
@@ -33,7 +36,7 @@ for where in sys.argv[1:]:
     out = where + "-again"
     tokens = torch.load(where + "/tokens.pt")
     model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True).eval()
-    assert type(AutoConfig.from_pretrained(where, trust_remote_code=True)).__name__ == "FoxLlamaConfig"
+    assert type(AutoConfig.from_pretrained(where, trust_remote_code=True)).__name__.startswith("Fox")
     with torch.no_grad():
         logits = model(tokens).logits
         hidden = AutoModel.from_pretrained(where, trust_remote_code=True).eval()(tokens).last_hidden_state

@@ -177,7 +177,8 @@ def training(meshes: list[Mesh], name: str, documents: list[int] | None, skip: i
 def families(mesh: Mesh, rows: dict[str, dict[str, Any]]) -> None:
     """Every supported family, its hidden states over shared rows beside those over whole ones."""
     for label, values in rows.items():
-        model = model_of(label.split()[0], {**values, "num_attention_heads": 4, "num_key_value_heads": 2}, {}).eval()
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4 if "kv_lora_rank" in values else 2}
+        model = model_of(label.split()[0], {**values, **heads}, {}).eval()
         batch = batch_of(24, [0, 9, 24, 30, 48])
         part = cut(batch, mesh.degrees, mesh.rank)
         shards = Shards(mesh, part["rows"], CPU)

@@ -14,6 +14,7 @@ from retrofox.planning.known import KNOWN, trained_length
 from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import FAMILIES, shape_of
 from retrofox.training.lora import add_adapters
+from tests.conftest import DEEPSEEK, MLA
 
 SMALL = {
     "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -21,6 +22,8 @@ SMALL = {
 }  # fmt: skip
 FEW = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OWN = {"mixtral": FEW, "qwen3_moe": FEW, "granitemoe": FEW, "olmoe": FEW, "cohere": {"use_qk_norm": True}}
+OWN |= {"deepseek_v2": {**DEEPSEEK, "q_lora_rank": None}, "youtu": {**MLA, "attention_bias": True}}
+OWN |= {"deepseek_v3": {**DEEPSEEK, "n_shared_experts": 2}, "glm4_moe_lite": DEEPSEEK}
 OWN["qwen2_moe"] = {**FEW, "shared_expert_intermediate_size": 20}
 
 

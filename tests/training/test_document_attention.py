@@ -31,7 +31,8 @@ DOCUMENTS = [
 
 def family(model_type: str):
     torch.manual_seed(0)
-    values = {**SIZES, **({} if model_type in NO_LAYER_TYPES else WINDOWS)}
+    latent = model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+    values = {**SIZES, **(conftest.DEEPSEEK if latent else {} if model_type in NO_LAYER_TYPES else WINDOWS)}
     values["sliding_window"] = None if model_type == "olmoe" else 7  # it has none: its mask would not show one
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()
 
