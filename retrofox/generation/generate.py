@@ -46,7 +46,6 @@ def generate(
     *,
     chat_template: bool = False,
     ignore_eos: bool = False,
-    echo: bool = False,
     tokenizer: Any = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
@@ -67,7 +66,6 @@ def generate(
             which is slow and exists to check the cache.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
-        echo: write each prompt before its continuation.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
@@ -85,7 +83,7 @@ def generate(
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
-        writer.begin(prompts if echo else None, len(prompts))
+        writer.begin(len(prompts))
     meter = Meter(end_tokens(opened), writer)
     kept = new_cache(opened.model, cache)
     started = time.perf_counter()
@@ -104,7 +102,7 @@ def generate(
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
     if writer is not None:
-        writer.finish(texts, prompts if echo else None)
+        writer.finish(texts)
     new_tokens = sum(len(ids) for ids in generated)
     result = {
         "texts": texts,

@@ -48,9 +48,9 @@ class Writer:
         self.written = ""
         self.head = ""
 
-    def begin(self, prompts: Sequence[str] | None, count: int) -> None:
+    def begin(self, count: int) -> None:
         """Comes before the first text, and is written with it: where nothing can be generated nothing is written."""
-        self.head = ("[1] " if count > 1 else "") + (prompts[0] if prompts is not None else "")
+        self.head = "[1] " if count > 1 else ""
 
     def put(self, token: int) -> None:
         self.ids.append(token)
@@ -59,15 +59,15 @@ class Writer:
             self._write(text[len(self.written) :])
             self.written = text
 
-    def finish(self, texts: Sequence[str], prompts: Sequence[str] | None) -> None:
+    def finish(self, texts: Sequence[str]) -> None:
         """The rest of the first text, then the others whole."""
         self._write(texts[0][len(self.written) :])
         self._write("\n")
         for number, text in enumerate(texts[1:], 2):
-            self._write(f"[{number}] {prompts[number - 1] if prompts is not None else ''}{text}\n")
+            self._write(f"[{number}] {text}\n")
 
     def close(self) -> None:
-        self.finish([self.tokenizer.decode(self.ids, skip_special_tokens=True)], None)
+        self.finish([self.tokenizer.decode(self.ids, skip_special_tokens=True)])
 
     def _write(self, text: str) -> None:
         self.output.write(self.head + text)
