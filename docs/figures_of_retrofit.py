@@ -59,7 +59,10 @@ UNTRAINED = {
     "window:4096": "window of 4096",
     "streaming:4096,4": "StreamingLLM 4096 + 4",
     "drope": "no RoPE",
+    "self-extend": "Self-Extend",
+    "dual-chunk": "dual chunk attention",
 }
+RULER = (4096, 8192, 16384, 32768)
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536)
 NO_ARM = "none measured yet"
 Arm = dict[str, Any]
@@ -165,6 +168,29 @@ def retrofit_live() -> str:
     return table(["arm", "operations at 8k / 32k / 128k, %", "cache, %"], rows or [[NO_ARM, "-", "-"]])
 
 
+def retrofit_ruler() -> str:
+    """Mean of RULER's tasks at each length and its standard error, per cent, of the arms that were asked."""
+    rows = []
+    for label, arm in on_file([*FAIR, "yarn8-8M", "stretch", *LORA, *NO_ROPE]).items():
+        if scores := {row["length"]: row for row in arm.get("ruler", ())}:
+            means = {n: f"{100 * row['mean']:.0f} ± {100 * row['standard_error']:.0f}" for n, row in scores.items()}
+            rows.append([label, *(means.get(length, "-") for length in RULER)])
+    return without_empty_columns(["arm", *(f"{length // 1024}k" for length in RULER)], rows)
+
+
+def retrofit_ruler_tasks() -> str:
+    """Each of RULER's tasks at 32k, per cent, a task a row."""
+    arms = {
+        label: row["tasks"]
+        for label, arm in on_file([*FAIR, "yarn8-8M", "stretch"]).items()
+        for row in arm.get("ruler", ())
+        if row["length"] == RULER[-1]
+    }
+    tasks = dict.fromkeys(task for scores in arms.values() for task in scores)
+    rows = [[task, *(f"{100 * scores[task]:.0f}" for scores in arms.values())] for task in tasks]
+    return table(["task at 32k", *arms], rows) if rows else table(["task at 32k"], [[NO_ARM]])
+
+
 def retrofit_untrained() -> str:
     """Baselines made of the base without training: easy needles by length, and loss."""
     arms = read("retrofit/arms.json")["arms"]
@@ -172,7 +198,12 @@ def retrofit_untrained() -> str:
     for name, label in UNTRAINED.items():
         if name in arms:
             needles = " / ".join(found(arms[name], length) for length in LENGTHS[:-1])
-            rows.append([label, needles, loss(arms[name], 4096), loss(arms[name], 24576)])
+            method = ", ".join(
+                f"{key} {value}" for key, value in arms[name].get("method", {}).items() if key != "trained"
+            )
+            rows.append(
+                [f"{label}, {method}" if method else label, needles, loss(arms[name], 4096), loss(arms[name], 24576)]
+            )
     return table(["base with", "easy needles at 1k / 4k / 8k / 16k / 32k, %", "loss at 4k-8k", "at 24k-32k"], rows)
 
 

@@ -188,6 +188,8 @@ OF_RESULTS = (
     figures_of_retrofit.retrofit_rates,
     figures_of_retrofit.retrofit_lora,
     figures_of_retrofit.retrofit_no_rope,
+    figures_of_retrofit.retrofit_ruler,
+    figures_of_retrofit.retrofit_ruler_tasks,
     figures_of_retrofit.retrofit_loss,
     figures_of_retrofit.retrofit_untrained,
     figures.demo,
