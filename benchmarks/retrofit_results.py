@@ -173,10 +173,10 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
     "control": ("fine-tuned", "#888888", "--"),
-    "yarn8": ("YaRN x 8", COLOURS[1], "--"),
-    "yarn16": ("YaRN x 16", COLOURS[4], "--"),
+    "theta5M": ("theta 5M", COLOURS[4], "--"),
+    "yarn8-8M": ("YaRN x 8", COLOURS[1], "--"),
     "no-gates": ("default, no gates", COLOURS[3], "--"),
-    "horizon": ("default", COLOURS[0], "-"),
+    "stretch": ("default", COLOURS[0], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from figures import read, table
+from figures_of_use import without_copies
 
 LABELS = {
     "base": "base",
@@ -20,8 +21,8 @@ LABELS = {
     "theta5M": "theta 5M",
     "theta5M-seed1": "theta 5M, seed 1",
     "no-gates": "stretch without gates",
-    "horizon": "**gates**",
-    "horizon-seed1": "**gates**, seed 1",
+    "horizon": "gates",
+    "horizon-seed1": "gates, seed 1",
     "horizon-kv": "a gate for each kv head",
     "horizon-12": "12 heads open, others to 1024 tokens",
     "horizon-random": "10 random heads open",
@@ -29,29 +30,33 @@ LABELS = {
     "horizon-3e-4": "gates, 5M at 3e-4",
     "yarn8-3e-4": "YaRN x 8, 5M at 3e-4",
     "yarn8-8M": "YaRN x 8, 8M at 3e-4",
-    "stretch": "**default**: gates, 8M at 3e-4",
+    "yarn8-8M-seed1": "YaRN x 8, 8M, seed 1",
+    "stretch": "**default**",
     "stretch-seed1": "**default**, seed 1",
-    "horizon-lora": "**gates, LoRA**",
+    "retention": "a retention for each key, 8M at 3e-4",
+    "horizon-lora": "gates, LoRA",
     "yarn8-lora": "YaRN x 8, LoRA",
-    "no-rope": "**no RoPE**",
+    "no-rope": "no RoPE",
     "fox": "fox",
     "fox-seed1": "fox, seed 1",
     "fox-pro": "fox-pro",
     "fox-pro-seed1": "fox-pro, seed 1",
 }
-FAIR = ("base", "control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed")
-RATES = ("yarn8-3e-4", "yarn8-8M", "horizon-3e-4", "stretch")
+DEFAULT = ("base", "yarn8-8M", "stretch")
+CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
+GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
+RATES = ("yarn8-3e-4", "horizon-3e-4")
 LORA = ("yarn8-lora", "horizon-lora")
 NO_ROPE = ("no-rope", "fox", "fox-pro")
+PANELS = ("yarn8-8M", "stretch", "yarn8", "theta5M", "horizon", "no-rope")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
-    ("fine-tuned, 5M tokens at 6e-4", "control"),
-    ("YaRN x 8, 5M tokens at 6e-4", "yarn8"),
-    ("**gates**, 5M tokens at 6e-4", "horizon"),
-    ("YaRN x 8, 8M tokens at 3e-4", "yarn8-8M"),
-    ("**gates**, 8M tokens at 3e-4: the default", "stretch"),
+    ("fine-tuned, 5M tokens", "control"),
+    ("larger rope_theta (5M), 5M tokens", "theta5M"),
+    ("YaRN x 8, 8M tokens", "yarn8-8M"),
+    ("gates, 8M tokens: the default", "stretch"),
+    ("gates without RoPE, 30M tokens", "no-rope"),
 )
 """Rows of the README's table: a label and an arm, whose seeds share the row."""
 UNTRAINED = {
@@ -88,13 +93,32 @@ def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def readme_table() -> str:
-    """The README's arms; where two seeds differ, both."""
+    """The README's arms; where two seeds differ, both. Bold: see `above_all`."""
     rows = []
     for label, name in OF_THE_README:
         if seeds := seeds_of(name):
             cells = [dict.fromkeys(cell for cell in map(of, seeds) if cell != "-") for of in README_COLUMNS.values()]
-            rows.append([label, *(", ".join(cell) or "-" for cell in cells)])
+            written = [", ".join(cell) or "-" for cell in cells]
+            for column, length in enumerate((8192, 32768)):
+                if above_all(name, length):
+                    written[column] = f"**{written[column]}**"
+            rows.append([label, *written])
     return without_empty_columns(["SmolLM2-135M", *README_COLUMNS], rows)
+
+
+def above_all(name: str, length: int) -> bool:
+    """Whether the lower ends of an arm's intervals lie above what every arm without gates finds."""
+    arms = read("retrofit/arms.json")["arms"]
+
+    def rows(arm: Arm) -> list[dict[str, Any]]:
+        return [row for row in arm["needles"].get("easy", ()) if row["length"] == length]
+
+    mine = [row["interval"][0] for arm in seeds_of(name) for row in rows(arm)]
+    gated = {
+        key for key, arm in arms.items() if ((arm.get("recipe") or {}).get("fox") or {}).get("gate", "none") != "none"
+    }
+    others = [row["found"] for key, arm in arms.items() if key not in gated for row in rows(arm)]
+    return bool(mine) and name in gated and min(mine) > max(others)
 
 
 def arms_table(names: Sequence[str]) -> str:
@@ -103,8 +127,12 @@ def arms_table(names: Sequence[str]) -> str:
     return without_empty_columns(["arm", *COLUMNS], rows)
 
 
-def retrofit_fair() -> str:
-    return arms_table(FAIR)
+def retrofit_default() -> str:
+    return arms_table(DEFAULT)
+
+
+def retrofit_controls() -> str:
+    return arms_table(CONTROLS)
 
 
 def retrofit_gates() -> str:
@@ -127,7 +155,7 @@ def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for label, arm in on_file([*FAIR, "no-rope", "fox"]).items():
+    for label, arm in on_file([*DEFAULT, *CONTROLS, "no-rope", "fox"]).items():
         if buckets := arm.get("loss_128k"):
             by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
             rows.append([label, *(by_start[start] for start in starts)])
@@ -136,7 +164,7 @@ def retrofit_loss() -> str:
 
 def retrofit_panel() -> str:
     """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
-    arms = {label: panel_rows(arm) for label, arm in on_file([*FAIR, *LORA, *NO_ROPE]).items()}
+    arms = {label: panel_rows(arm) for label, arm in on_file(PANELS).items()}
     arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
     kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
     rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]
@@ -146,7 +174,7 @@ def retrofit_panel() -> str:
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
-    for label, arm in on_file(FAIR).items():
+    for label, arm in on_file([*DEFAULT, *CONTROLS]).items():
         if measured := (arm.get("panel") or {}).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
@@ -160,7 +188,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, "stretch", *LORA, *NO_ROPE]).items():
+    for label, arm in on_file([*GATES, *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
@@ -171,7 +199,7 @@ def retrofit_live() -> str:
 def retrofit_ruler() -> str:
     """Mean of RULER's tasks at each length and its standard error, per cent, of the arms that were asked."""
     rows = []
-    for label, arm in on_file([*FAIR, "yarn8-8M", "stretch", *LORA, *NO_ROPE]).items():
+    for label, arm in on_file(DEFAULT).items():
         if scores := {row["length"]: row for row in arm.get("ruler", ())}:
             means = {n: f"{100 * row['mean']:.0f} ± {100 * row['standard_error']:.0f}" for n, row in scores.items()}
             rows.append([label, *(means.get(length, "-") for length in RULER)])
@@ -179,16 +207,16 @@ def retrofit_ruler() -> str:
 
 
 def retrofit_ruler_tasks() -> str:
-    """Each of RULER's tasks at 32k, per cent, a task a row."""
+    """Each of RULER's tasks at 8k, per cent, a task a row."""
     arms = {
         label: row["tasks"]
-        for label, arm in on_file([*FAIR, "yarn8-8M", "stretch"]).items()
+        for label, arm in on_file(DEFAULT).items()
         for row in arm.get("ruler", ())
-        if row["length"] == RULER[-1]
+        if row["length"] == RULER[1]
     }
     tasks = dict.fromkeys(task for scores in arms.values() for task in scores)
     rows = [[task, *(f"{100 * scores[task]:.0f}" for scores in arms.values())] for task in tasks]
-    return table(["task at 32k", *arms], rows) if rows else table(["task at 32k"], [[NO_ARM]])
+    return table(["task at 8k", *arms], rows)
 
 
 def retrofit_untrained() -> str:
@@ -296,6 +324,17 @@ COLUMNS: dict[str, Callable[[Arm], str]] = {
     "cache left at 32k / 128k, %": lambda arm: f"{cache_left(arm, 32768)} / {cache_left(arm, 131072)}",
     "short tasks": mean_of_tasks,
 }
+
+
+def decoding_ms(arm: Arm) -> str:
+    """Milliseconds of the GPU for a token of 16 rows after 32k tokens; all without gates decode alike."""
+    fox = (arm.get("recipe") or {}).get("fox")
+    measured = "fox" if fox and fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate" else "base"
+    if fox and measured == "base" and fox.get("gate") != "none":
+        return "-"
+    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768'][measured]):.1f}"
+
+
 README_COLUMNS: dict[str, Callable[[Arm], str]] = {
     "needles at 8k, %": lambda arm: found(arm, 8192),
     "needles at 32k, %": lambda arm: found(arm, 32768),
@@ -304,4 +343,5 @@ README_COLUMNS: dict[str, Callable[[Arm], str]] = {
     "worst text": worst_row,
     "short tasks, %": mean_of_tasks,
     "cache left at 32k, %": lambda arm: cache_left(arm, 32768),
+    "decoding, ms": decoding_ms,
 }

@@ -58,6 +58,52 @@ def decoding() -> str:
     return table(header, rows, left=2)
 
 
+def without_copies(row: dict) -> float:
+    """Milliseconds of the GPU for a token, without what a dynamic cache takes to append by copying itself."""
+    copies = sum(kernel["us"] for kernel in row["kernels"] if "CatArray" in kernel["name"])
+    return row["gpu_ms"] - copies / 1000
+
+
+def decoding_with_a_horizon() -> str:
+    """Milliseconds of the GPU for a token: base, the default without its horizon, the default."""
+    rows = []
+    for cell, found in read("generate-horizon.json")["cells"].items():
+        base, fox = without_copies(found["base"]), found["fox"]["gpu_ms"]
+        dense = f"{found['dense']['gpu_ms']:.2f}" if "dense" in found else "-"
+        rows.append([cell, f"{found['base']['gpu_ms']:.2f}", f"{base:.2f}", dense, f"{fox:.2f}", f"{fox / base:.2f}"])
+    header = [
+        "batch x context",
+        "base",
+        "base without copies",
+        "default, no horizon",
+        "default",
+        "default / base without copies",
+    ]
+    return table(header, rows)
+
+
+def horizon_kernels() -> str:
+    """Attention at 32768 tokens by the share of pairs within the horizon, beside FlashAttention and itself, dense."""
+    rows = [row for row in read("horizon.json")["rows"] if row.get("rows") == "1 x 32768" and row["heads"][2] == 64]
+    rows = [row for row in rows if row["documents"] == 1]
+    flash = next(row for row in rows if row["what"] == "flash")
+    names = {
+        "flash": "FlashAttention, no gates",
+        "dense": "gates, no horizon",
+        "equal": "heads alike",
+        "unequal": "unequal heads",
+    }
+    cells = []
+    for row in rows:
+        both = row["forward_ms"] + row["backward_ms"]
+        ratio = both / (flash["forward_ms"] + flash["backward_ms"])
+        share = f"{100 * row['share']:.0f}" if "share" in row else "-"
+        cells.append(
+            [names[row["what"]], share, f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", f"{ratio:.2f}"]
+        )
+    return table(["", "pairs within the horizon, %", "forward, ms", "backward, ms", "both, of FlashAttention"], cells)
+
+
 def quantised() -> str:
     """Loss of base and retrofit, quantised while loading, and the difference to their own in float32."""
     rows = read("quantised.json")["rows"]

@@ -179,7 +179,8 @@ def shipped_recipes() -> str:
 
 OF_RESULTS = (
     figures_of_retrofit.readme_table,
-    figures_of_retrofit.retrofit_fair,
+    figures_of_retrofit.retrofit_default,
+    figures_of_retrofit.retrofit_controls,
     figures_of_retrofit.retrofit_live,
     figures_of_retrofit.retrofit_gates,
     figures_of_retrofit.cache_methods,
@@ -202,6 +203,8 @@ OF_RESULTS = (
     figures.kernel_ratios,
     figures.corpus,
     figures_of_use.decoding,
+    figures_of_use.decoding_with_a_horizon,
+    figures_of_use.horizon_kernels,
     figures_of_use.quantised,
     figures_of_use.serving,
     figures_of_use.vllm_throughput,

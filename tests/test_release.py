@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from retrofox.version import __version__
 
@@ -84,3 +87,17 @@ def test_installed_alone_it_converts_and_generates(wheel, version, pico_checkpoi
     assert report["parity"]["max_difference"] < 1e-3
     assert report["plan"]["spec"]["preset"] == "fox-llama"
     assert run(program, "generate", "converted", "the fox", "--max-new-tokens", 4, "--no-stream").strip()
+
+
+@pytest.mark.slow  # asks PyPI
+@pytest.mark.parametrize(
+    "requirement", re.findall(r'"([\w-]+>=[\d.]+,<[\d.]+)"', (ROOT / "pyproject.toml").read_text())
+)
+def test_no_upper_bound_is_two_releases_behind(requirement):
+    wanted = Requirement(requirement)
+    command = [sys.executable, "-m", "pip", "index", "versions", wanted.name]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    versions = [Version(each) for each in shown.split("Available versions: ")[1].splitlines()[0].split(", ")]
+    (bound,) = (Version(each.version) for each in wanted.specifier if each.operator == "<")
+    refused = {version.release[:2] for version in versions if version >= bound}
+    assert len(refused) < 2, f"{requirement} is {len(refused)} releases behind: {sorted(refused)}"

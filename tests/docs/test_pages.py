@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -151,18 +150,17 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     def span(values):
         return f"{min(values):.2f} to {max(values):.2f}"
 
-    def by_turn():
-        rounds, size = throughput["rows"][0]["rounds"], throughput["repeats"]
-        medians = {
-            name: [statistics.median(x["seconds"] for x in of[at : at + size]) for at in range(0, len(of), size)]
-            for name, of in rounds.items()
-        }
-        return [base / retrofit for base, retrofit in zip(medians["base"], medians["retrofit"], strict=True)]
-
     arms = figures.read("retrofit/arms.json")["arms"]
     retrofit = hooks.generated.figures_of_retrofit
     rates = {name: round(arms[name]["tokens_per_second"][0], -3) for name in ("stretch", "yarn8-8M")}
-    easy = {name: retrofit.found(arms[name], 32768) for name in ("horizon", "horizon-seed1", "yarn8", "yarn8-seed1")}
+    pairs = ("stretch", "stretch-seed1", "yarn8-8M", "yarn8-8M-seed1")
+    easy = {name: retrofit.found(arms[name], 32768) for name in pairs}
+    cells = figures.read("generate-horizon.json")["cells"]
+    horizon = {
+        cell: f"{row['fox']['gpu_ms'] / hooks.generated.figures_of_use.without_copies(row['base']):.2f}"
+        for cell, row in cells.items()
+    }
+    ruler = [{row["length"]: f"{100 * row['mean']:.0f}" for row in arms[name]["ruler"]} for name in pairs[::3]]
 
     sentences = {
         "docs/using.md": [
@@ -172,8 +170,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"the kernels alone take {kernels:.2f} of the base's time",
         ],
         "docs/serving.md": [
-            f"**After 2048 tokens {served[2048]}**, in three turns of five rounds each ({span(by_turn())} turn by "
-            f"turn), and after 32768 tokens {served[32768]}",
+            f"**After 32768 tokens {served[32768]}**",
+            f"**After 2048 tokens {served[2048]}**",
             f"passed in {figures.read('vllm-gpu.json')['seconds']:.0f} s",
         ],
         "README.md": [
@@ -185,8 +183,11 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{decoded['wall_of_base-static']:.2f} of the base's time",
             f"The kernels alone take {kernels:.2f} of its time",
             f"{shared['dense']} of twice the speed of one, packed documents at {shared['packed']}",
-            f"{served[2048]} of the base's speed after prompts of 2048 tokens ({span(by_turn())} in three turns), "
-            f"{served[32768]} after 32768",
+            f"{served[32768]} of the base's tokens/s after prompts of 32768 tokens, {served[2048]} after 2048",
+            f"{horizon['16 x 32768']} of the GPU's time of FlashAttention at 32k with 16 rows, "
+            f"{horizon['16 x 131072']} at 128k; with one row {horizon['1 x 32768']} and {horizon['1 x 131072']}",
+            f"YaRN x 8 has {ruler[1][4096]} and {ruler[1][8192]} % at 4k and 8k, the default {ruler[0][4096]} and "
+            f"{ruler[0][8192]}",
             f"{rates['stretch']:,} tokens/s on one H200, the same model with YaRN and PyTorch's attention "
             f"{rates['yarn8-8M']:,}",
             f"{retrofit.found(arms['theta5M'], 16384)} % there (gates {retrofit.found(arms['horizon'], 16384)})",
@@ -198,11 +199,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"takes {between('plain Triton', 'official')} of the official kernel's time",
         ],
         "docs/results.md": [
-            f"At 32k {easy['horizon']} and {easy['horizon-seed1']} % of easy ones, YaRN x 8 {easy['yarn8']} and "
-            f"{easy['yarn8-seed1']}",
-            f"needles are back: {retrofit.found(arms['stretch'], 32768)} and "
-            f"{retrofit.found(arms['stretch-seed1'], 32768)} % at 32k, where YaRN x 8 on the same tokens at the same "
-            f"rate finds {retrofit.found(arms['yarn8-8M'], 32768)}",
+            f"At 32k it finds {easy['stretch']} and {easy['stretch-seed1']} % of easy ones, YaRN x 8 "
+            f"{easy['yarn8-8M']} and {easy['yarn8-8M-seed1']}",
         ],
     }
     for page, wanted in sentences.items():
@@ -216,10 +214,12 @@ def test_an_arm_that_is_not_on_file_has_no_row_and_a_measure_that_no_arm_has_no_
     base = retrofit.read("retrofit/arms.json")["arms"]["base"]
     kinds = {f"kind {n}": {"spans": [{"difference": {"mean": n / 100}}]} for n in range(retrofit.PANEL)}
     harmed = base | {"panel": {"kinds": kinds}}
-    monkeypatch.setattr(retrofit, "read", lambda name: {"arms": {"base": base, "yarn8": harmed}})
+    read = retrofit.read
+    arms = {"arms": {"base": base, "yarn8-8M": harmed}}
+    monkeypatch.setattr(retrofit, "read", lambda name: arms if name.endswith("arms.json") else read(name))
     table = retrofit.readme_table()
     assert "| original |" in table
-    assert "| YaRN x 8, 5M tokens at 6e-4 |" in table
+    assert "| YaRN x 8, 8M tokens |" in table
     assert "+0.11 (kind 11)" in table
     assert "default" not in table
     assert "cache left" not in table
