@@ -1,5 +1,11 @@
 """Launching without Triton's binder: a kernel compiled for one problem never runs another that it doesn't fit."""
 
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -67,6 +73,17 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
         launch.launch(kernel, (1,), chosen, ())
     assert len(kernel.compiled) == len(arguments) + 3
     assert launch.KIND.get(torch.nn.Parameter, launch.of_other)(torch.nn.Parameter(x)) == launch.of_tensor(x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or shutil.which("cc") is None, reason="needs a compiler and no GPU")
+def test_a_direct_launch_passes_what_tritons_own_way_passes():
+    """Nothing else would notice another order of arguments in another Triton but a GPU."""
+    command = [sys.executable, str(Path(__file__).with_name("driverless.py"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = json.loads(done.stdout)
+    assert set(kernels) == {"fox_forward", "relative_kernel", "forward_kernel"}
+    assert all(found == [launch.KNOWN, True] for found in kernels.values())
 
 
 def test_arguments_by_name_come_in_the_order_of_the_kernel():

@@ -4,14 +4,17 @@ Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel wi
 which is longer than a short problem runs. Here a compiled kernel is looked up by everything it can be specialised on.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PROVEN = triton.__version__.startswith("3.6.")  # the way to a launch is known for these versions only
+from .device import triton_version
+
+KNOWN = triton_version() in {(3, 6), (3, 7), (3, 8), (3, 9)}  # the way to a launch is known for these versions only
+FROM_3_7 = triton_version() != (3, 6)  # then a launch in C takes a kernel's arguments as one tuple
 
 HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
@@ -60,24 +63,30 @@ class Runner:
     """Runs a compiled kernel on the current device and stream.
 
     Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
-    TensorDescriptor. Triton 3.6's own way to a launch makes five Python calls and looks at all arguments again. With
+    TensorDescriptor. Triton's own way to a launch makes five Python calls and looks at all arguments again. With
     `short`, the launch in C is called directly; not while launch hooks are in use.
     """
 
     def __init__(self, compiled, constants: tuple, described: tuple = ()):
         self.compiled, self.constants, self.described = compiled, constants, described
         launcher, fills = compiled.run, []
-        known = PROVEN and type(launcher).__name__ == "CudaLauncher"
+        known = KNOWN and type(launcher).__name__ == "CudaLauncher"
         if known and described:
             fills = fillings(compiled, [Described(None, *how) for how in described])
         self.short = known and None not in fills and not (launcher.global_scratch_size or launcher.profile_scratch_size)
+        self.short = self.short and not getattr(launcher, "gsan_enabled", False)  # Triton's sanitizer adds arguments
         if not self.short:
             return
         self.go, self.fills, self.device = launcher.launch, fills, torch.cuda.current_device()
         if described:
             self.go, self.fill = in_c(self.go), filler()
-        self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-        self.fixed += (compiled.packed_metadata, None, None, None)
+        # in C: no scratch memory, no hooks and nothing for them
+        self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        if FROM_3_7:
+            self.fixed += (compiled.packed_metadata, None, None, None, None, None)
+            self.fixed += (launcher.arg_annotations, launcher.kernel_signature)
+        else:
+            self.fixed += (None, None, compiled.packed_metadata, None, None, None)
 
     def __call__(self, grid: tuple, copied: tuple, arguments: tuple) -> None:
         if not self.short or watched():
@@ -89,7 +98,11 @@ class Runner:
             blocks.append(self.fill(x.data_ptr(), *how))
             blocks += sizes
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        self.go(*grid, stream, *self.fixed, *blocks, *pointers(arguments), *self.constants)
+        passed = (*blocks, *pointers(arguments), *self.constants)
+        if FROM_3_7:
+            self.go(*grid, stream, *self.fixed, passed)
+        else:
+            self.go(*grid, stream, *self.fixed, *passed)
 
 
 def in_c(launch):
@@ -99,7 +112,8 @@ def in_c(launch):
 
 def filler():
     """Return Triton's function in C that makes a descriptor from an address and a filling."""
-    return triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
+    driver: Any = triton.runtime.driver.active
+    return driver.utils.fill_tma_descriptor_tiled if FROM_3_7 else driver.utils.fill_tma_descriptor
 
 
 def fillings(compiled, blocks: list) -> list:
