@@ -51,6 +51,7 @@ unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)
 
 # Of the package as built: convert, parity, generate, save, load, train. uv finds the releases; torch is PyPI's, with CUDA.
+test-newest: TESTS += tests/kernels/test_hopper.py tests/kernels/test_launch.py
 test-oldest test-newest: test-%: .%/.ready
 	rm -rf build .$*/dist
 	$(BIN)/uv build -q -o .$*/dist

@@ -40,8 +40,8 @@ SHAPES = {
 SHORT = {64: Shape(64, 0, 2, 128, 3, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
-RUN_WITH = {(3, 6)}  # versions of Triton, on an H100
-COMPILED_WITH = {(3, 7), (3, 8), (3, 9)}  # for one, with as few spills; `gluon_names` has what differs
+RUN_WITH = {(3, 6), (3, 9)}  # versions of Triton, on an H100 or H200; `gluon_names` has what differs
+COMPILED_WITH = {(3, 7), (3, 8)}  # for one, with as few spills
 LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
 
 
@@ -52,7 +52,7 @@ def gluon_missing() -> str | None:
         return None
     if version is None:
         return "triton is not installed"
-    found = f"triton {version[0]}.{version[1]} is not 3.6, with which the Hopper kernels have been run"
+    found = f"triton {version[0]}.{version[1]} is not 3.6 or 3.9, with which the Hopper kernels have been run"
     return f"{found}; they compile: FOX_KERNELS_UNPROVEN=1 takes them" if version in COMPILED_WITH else found
 
 
