@@ -195,7 +195,9 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
         for number, method in enumerate(dict.fromkeys(row["method"] for row in rows if row["method"] != "dense")):
             for model in models:
                 own = [r for r in rows if r["model"] == model and r["method"] == method]
-                own += [r for r in rows if r["model"] == model and r["method"] == "dense" and own]
+                if not own:
+                    continue
+                own += [r for r in rows if r["model"] == model and r["method"] == "dense"]
                 look = {"color": COLOURS[number % len(COLOURS)], "label": f"{method}, {model}"}
                 look |= {"marker": "os^Dv"[models.index(model) % 5], "ls": "-" if len(own) > 1 else ""}
                 look |= {"ms": 5 if len(own) > 1 else 11}
