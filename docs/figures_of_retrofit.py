@@ -52,11 +52,11 @@ PANELS = ("yarn8-8M", "stretch", "yarn8", "theta5M", "horizon", "no-rope")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
-    ("fine-tuned, 5M tokens", "control"),
-    ("larger rope_theta (5M), 5M tokens", "theta5M"),
-    ("YaRN x 8, 8M tokens", "yarn8-8M"),
-    ("gates, 8M tokens: the default", "stretch"),
-    ("gates without RoPE, 30M tokens", "no-rope"),
+    ("fine-tuned, RoPE as it was", "control"),
+    ("fine-tuned with `rope_theta` 5e6", "theta5M"),
+    ("fine-tuned with YaRN x 8", "yarn8-8M"),
+    ("**gates and stretched RoPE** (default)", "stretch"),
+    ("gates, RoPE removed", "no-rope"),
 )
 """Rows of the README's table: a label and an arm, whose seeds share the row."""
 UNTRAINED = {
@@ -93,13 +93,13 @@ def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def readme_table() -> str:
-    """The README's arms; where two seeds differ, both. Bold: see `above_all`."""
+    """The README's arms; where two seeds differ, both. Bold needles: see `above_all`."""
     rows = []
     for label, name in OF_THE_README:
         if seeds := seeds_of(name):
             cells = [dict.fromkeys(cell for cell in map(of, seeds) if cell != "-") for of in README_COLUMNS.values()]
             written = [", ".join(cell) or "-" for cell in cells]
-            for column, length in enumerate((8192, 32768)):
+            for column, length in enumerate((8192, 32768), start=1):
                 if above_all(name, length):
                     written[column] = f"**{written[column]}**"
             rows.append([label, *written])
@@ -327,21 +327,24 @@ COLUMNS: dict[str, Callable[[Arm], str]] = {
 
 
 def decoding_ms(arm: Arm) -> str:
-    """Milliseconds of the GPU for a token of 16 rows after 32k tokens; all without gates decode alike."""
-    fox = (arm.get("recipe") or {}).get("fox")
-    measured = "fox" if fox and fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate" else "base"
-    if fox and measured == "base" and fox.get("gate") != "none":
+    """Milliseconds of the GPU for a token of 16 rows after 32k tokens; without gates all decode alike."""
+    recipe = arm.get("recipe")
+    fox = recipe["fox"] if recipe else None
+    if recipe and not fox:
+        return "same"
+    if fox and not (fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate"):
         return "-"
-    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768'][measured]):.1f}"
+    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768']['fox' if fox else 'base']):.1f}"
 
 
 README_COLUMNS: dict[str, Callable[[Arm], str]] = {
+    "trained on": tokens,
     "needles at 8k, %": lambda arm: found(arm, 8192),
     "needles at 32k, %": lambda arm: found(arm, 32768),
     "loss at 24k-32k": lambda arm: loss(arm, 24576, 2),
     "loss at 96k-128k": lambda arm: loss(arm, 98304, 2),
     "worst text": worst_row,
     "short tasks, %": mean_of_tasks,
-    "cache left at 32k, %": lambda arm: cache_left(arm, 32768),
+    "keys left at 32k, %": lambda arm: cache_left(arm, 32768),
     "decoding, ms": decoding_ms,
 }

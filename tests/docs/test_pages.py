@@ -155,6 +155,11 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     rates = {name: round(arms[name]["tokens_per_second"][0], -3) for name in ("stretch", "yarn8-8M")}
     pairs = ("stretch", "stretch-seed1", "yarn8-8M", "yarn8-8M-seed1")
     easy = {name: retrofit.found(arms[name], 32768) for name in pairs}
+    standard = {name: retrofit.found(arms[name], 32768, "standard") for name in ("yarn8-lora", "horizon-lora")}
+    losses = {
+        name: next(f"{bucket['mean']:.2f}" for bucket in arms[name]["loss_128k"] if bucket["from"] == 4096)
+        for name in ("base", "stretch")
+    }
     cells = figures.read("generate-horizon.json")["cells"]
     horizon = {
         cell: f"{row['fox']['gpu_ms'] / hooks.generated.figures_of_use.without_copies(row['base']):.2f}"
@@ -175,22 +180,24 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"passed in {figures.read('vllm-gpu.json')['seconds']:.0f} s",
         ],
         "README.md": [
-            f"{between('ours', 'official')} of the official FoX kernel's time, {between('ours', 'fla')} of fla's",
-            f"{short} of cuDNN's without gates with short gates and {opened} with open ones",
-            f"{cudnn} of cuDNN's",
+            f"| {between('ours', 'official')} of the time | the official FoX kernel |",
+            f"| {between('ours', 'fla')} of the time | flash-linear-attention (fla) |",
+            f"| {short.split()[0]} to {opened.split()[-1]} of the time | cuDNN, no gates |",
+            f"| the same, head dim 256 | {cudnn} of the time |",
             f"{len(SUPPORTED)} model types",
-            f"{decoded['wall_ms']:.2f} ms a token after 2048 tokens on one H100, "
-            f"{decoded['wall_of_base-static']:.2f} of the base's time",
-            f"The kernels alone take {kernels:.2f} of its time",
-            f"{shared['dense']} of twice the speed of one, packed documents at {shared['packed']}",
-            f"{served[32768]} of the base's tokens/s after prompts of 32768 tokens, {served[2048]} after 2048",
-            f"{horizon['16 x 32768']} of the GPU's time of FlashAttention at 32k with 16 rows, "
-            f"{horizon['16 x 131072']} at 128k; with one row {horizon['1 x 32768']} and {horizon['1 x 131072']}",
+            f"{of_base['1 x 2048']} of the time (kernels alone {kernels:.2f})",
+            f"{shared['dense']} of twice one GPU's speed; packed documents {shared['packed']}",
+            f"| {served[32768]} / {served[2048]} of the tokens/s |",
+            f"16 sequences after 32k / 128k, H200 | "
+            f"{horizon['16 x 32768']} / {horizon['16 x 131072']} of the GPU's time",
+            f"one sequence after 32k / 128k, H200 | {horizon['1 x 32768']} / {horizon['1 x 131072']} of the GPU's time",
+            f"there the default has {losses['stretch']} at 4k-8k, the original {losses['base']}",
             f"YaRN x 8 has {ruler[1][4096]} and {ruler[1][8192]} % at 4k and 8k, the default {ruler[0][4096]} and "
             f"{ruler[0][8192]}",
-            f"{rates['stretch']:,} tokens/s on one H200, the same model with YaRN and PyTorch's attention "
-            f"{rates['yarn8-8M']:,}",
-            f"{retrofit.found(arms['theta5M'], 16384)} % there (gates {retrofit.found(arms['horizon'], 16384)})",
+            f"| {rates['stretch']:,} tokens/s | YaRN with PyTorch's attention: {rates['yarn8-8M']:,} |",
+            f"It finds {retrofit.found(arms['theta5M'], 16384)} % of the needles at 16k "
+            f"(gates {retrofit.found(arms['horizon'], 16384)} %)",
+            f"at 32k YaRN x 8 finds {standard['yarn8-lora']} %, gates {standard['horizon-lora']} %",
         ],
         "docs/kernels.md": [
             f"{short} with short gates, {opened} with open gates",
@@ -201,6 +208,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         "docs/results.md": [
             f"At 32k it finds {easy['stretch']} and {easy['stretch-seed1']} % of easy ones, YaRN x 8 "
             f"{easy['yarn8-8M']} and {easy['yarn8-8M-seed1']}",
+            f"the default trained at {rates['stretch']:,} tokens/s, YaRN x 8 without gates at {rates['yarn8-8M']:,}",
         ],
     }
     for page, wanted in sentences.items():
@@ -219,10 +227,10 @@ def test_an_arm_that_is_not_on_file_has_no_row_and_a_measure_that_no_arm_has_no_
     monkeypatch.setattr(retrofit, "read", lambda name: arms if name.endswith("arms.json") else read(name))
     table = retrofit.readme_table()
     assert "| original |" in table
-    assert "| YaRN x 8, 8M tokens |" in table
+    assert "| fine-tuned with YaRN x 8 |" in table
     assert "+0.11 (kind 11)" in table
     assert "default" not in table
-    assert "cache left" not in table
+    assert "keys left" not in table
 
 
 def test_no_file_of_figures_names_a_folder_of_the_machine_it_was_made_on():
