@@ -62,6 +62,8 @@ def settings_refusal(vllm_config: Any) -> str | None:
         return "context parallelism spreads one text's cache over ranks, where its running sum of gates has gaps"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not proven with gates: leave --speculative-config out"
+    if vllm_config.quant_config is not None:
+        return "quantised weights (AWQ, compressed-tensors, fp8, ...) are not proven with gates: serve it in bfloat16"
     if vllm_config.lora_config is not None:
         return "adapters loaded at run time leave the gates they were trained with behind: `retrofox merge` them first"
     if parallel.enable_dbo:

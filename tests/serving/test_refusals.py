@@ -18,6 +18,7 @@ CASES = {
     "ranks for keys": ({"tensor_parallel_size": 8, "heads": (12, 4)}, "12 query heads"),
     "context parallelism": ({"prefill_context_parallel_size": 2}, "context parallelism"),
     "speculation": ({"speculative_config": "any"}, "--speculative-config"),
+    "quantised": ({"quant_config": "any"}, "serve it in bfloat16"),
     "adapters": ({"lora_config": "any"}, "`retrofox merge` them first"),
     "microbatches": ({"enable_dbo": True}, "--enable-dbo"),
     "pooling": ({"runner_type": "pooling"}, "only text generation"),
@@ -32,6 +33,7 @@ SETTINGS = {
     "runner_type": "generate",
     "speculative_config": None,
     "lora_config": None,
+    "quant_config": None,
     "heads": (9, 3),
 }
 
