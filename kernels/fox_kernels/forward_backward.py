@@ -46,15 +46,17 @@ def as_made(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def attend(q, k, v, log_f, options: Options, documents: Documents, way: Backend) -> tuple[Saved, Documents]:
-    """Return what the forward saves, o among it, and the documents with their edges."""
+def attend(
+    q, k, v, log_f, options: Options, documents: Documents, way: Backend, out: Tensor | None = None
+) -> tuple[Saved, Documents]:
+    """Return what the forward saves, o among it, and the documents with their edges; out, contiguous, becomes o."""
     with on_device(q):
         if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
             o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
-            return Saved(o, lse2, c_hi, c_lo), documents
+            return Saved(o if out is None else out.copy_(o), lse2, c_hi, c_lo), documents
         residual = room_for_residual(q, way.for_backward)
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"out": out}
         if way.backend == "gluon":
             extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))

@@ -64,7 +64,7 @@ def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as a `ForgetGate` in a kernel."""
     if 0 < hidden_states.shape[0] <= FEW:
         return gate_rows(hidden_states.contiguous(), weight, bias)
-    return gate_and_logit(hidden_states, weight, bias)[0]
+    return gate_and_logit(hidden_states, weight, bias, keeps_logit=False)[0]
 
 
 @triton.jit
@@ -106,12 +106,14 @@ def _sum_of(
     g = tl.arange(0, PADDED)
     inside = g < GROUPS
     total = tl.zeros((PADDED,), tl.float64)
-    whole = (stop - first) // CHUNK
-    for some in range(0, whole, 16):
-        chunk = some + tl.arange(0, 16)
-        where = sums + ((chunk[:, None] * requests + request) * heads + head) * GROUPS + g[None, :]
-        total += tl.sum(tl.load(where, mask=(chunk < whole)[:, None] & inside[None, :], other=0.0), 0)
-    for start in range(first + whole * CHUNK, stop, BLOCK):
+    if sums is not None:
+        whole = (stop - first) // CHUNK
+        for some in range(0, whole, 16):
+            chunk = some + tl.arange(0, 16)
+            where = sums + ((chunk[:, None] * requests + request) * heads + head) * GROUPS + g[None, :]
+            total += tl.sum(tl.load(where, mask=(chunk < whole)[:, None] & inside[None, :], other=0.0), 0)
+        first += whole * CHUNK
+    for start in range(first, stop, BLOCK):
         token = start + tl.arange(0, BLOCK)
         where = log_f + token[:, None] * log_f_token + head * GROUPS + g[None, :]
         found = tl.load(where, mask=(token < stop)[:, None] & inside[None, :], other=0.0)
@@ -264,7 +266,7 @@ def write(
     warps = 1 if single else 4
     sizes = (paged.groups, power_of_2(paged.groups), CHUNK, 1 if single else TOKENS)
     sums = None
-    if not single:
+    if chunks > 1:
         sums = torch.empty(chunks, requests, heads, paged.groups, dtype=torch.float64, device=key.device)
         summed = (log_f, sums, batch.query_start_loc, log_f.stride(0), requests, heads)
         launch(_sums_kernel, grid, summed, sizes, warps=warps)

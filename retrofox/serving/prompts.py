@@ -7,12 +7,14 @@ in this step, else rows copied out of the text's pages. What decodes, and short 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from fox_kernels import forgetting_attention
+from fox_kernels import api, arguments, forgetting_attention
+from fox_kernels.options import Backend, Documents, Options
 
 PLAIN_ISA = ("vec", "vec16")
 """Kinds of the CPU backend that keep values as rows; others pack them."""
@@ -29,12 +31,14 @@ class Reading:
         edges: where the new tokens of each begin, and where the last one's end.
         past: tokens of the request in the cache before this step.
         cu_seqlens: (requests + 1,) int32, `edges` from 0 on, on the device; None for one request.
+        ways: by options, what all layers share of a step; see `read`.
     """
 
     request: int
     edges: tuple[int, ...]
     past: int
     cu_seqlens: torch.Tensor | None = None
+    ways: dict[tuple, Any] = field(default_factory=dict, compare=False)
 
     @property
     def new(self) -> slice:
@@ -115,14 +119,45 @@ def find_links(
     return Links(torch.where(found, token, -1), request.clamp_max(len(past) - 1))
 
 
-def read(query: torch.Tensor, rows: Rows, cu_seqlens: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
-    """Forgetting Attention (T, H, D) of `query` (T, H, D), the last of the rows' tokens, or of texts from their start.
+def read(reading: Reading, query: torch.Tensor, rows: Rows, output: torch.Tensor, options: dict[str, Any]) -> None:
+    """Forgetting Attention of `query` (T, H, D), the last of the rows' tokens or texts from their start, into `output`.
+
+    The first layer of a step checks the arguments, chooses the backend and finds where texts begin; the others, whose
+    tensors are of the same kind, launch at once. The host takes longer for all this than a GPU for a short text.
 
     Args:
+        output: (T, H, D), contiguous.
         options: scale, window, sink, softcap, horizon of `fox_kernels.forgetting_attention`.
     """
-    key, value, log_f = (x[None] for x in rows)
-    return forgetting_attention(query[None], key, value, log_f, cu_seqlens=cu_seqlens, **options)[0]
+    tensors = [x[None] for x in (query, *rows)]
+    kind = tuple(options.values())
+    if kind not in reading.ways:
+        reading.ways[kind] = _way(reading, tensors, options)
+    attend = reading.ways[kind]
+    if attend is None:
+        output.copy_(forgetting_attention(*tensors, cu_seqlens=reading.cu_seqlens, **options)[0])
+    else:
+        attend(*tensors, out=output[None])
+
+
+def _way(reading: Reading, tensors: list[torch.Tensor], options: dict[str, Any]) -> Callable | None:
+    """`fox_kernels.forward_backward.attend` for tensors of this kind; None where the kernels don't run."""
+    query, key, value, log_f = tensors
+    documents = Documents(reading.cu_seqlens)
+    given = arguments.check(query, key, value, log_f, Options(**options), documents)
+    backend, reason = api.choose(query, key, value, log_f, **options)
+    api.announce(backend, reason)
+    if backend not in ("triton", "gluon"):
+        return None
+    from fox_kernels.common.edges import edges  # both need Triton
+    from fox_kernels.forward_backward import attend
+
+    per_head = backend == "gluon"
+    if not per_head or given.horizon is None:  # else they are each layer's own
+        window = given.window if per_head else None
+        found = edges(1, key.shape[1], *documents[:2], window, query.device)
+        documents = documents._replace(edges=found)
+    return partial(attend, options=given, documents=documents, way=Backend(backend, False, False))
 
 
 def read_all(
@@ -145,7 +180,7 @@ def read_all(
             window = options["window"]  # pages before what the first new token sees are another text's by now
             first = 0 if window is None else max(0, reading.past - window + 1)
             rows = past(reading.request, first, reading.past + mine.stop - mine.start)
-        output[mine] = read(query[mine], rows, reading.cu_seqlens, options)
+        read(reading, query[mine], rows, output[mine], options)
 
 
 class Step(NamedTuple):

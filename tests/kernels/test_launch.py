@@ -72,7 +72,7 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
     for chosen in arguments:
         launch.launch(kernel, (1,), chosen, ())
     assert len(kernel.compiled) == len(arguments) + 3
-    assert launch.KIND.get(torch.nn.Parameter, launch.of_other)(torch.nn.Parameter(x)) == launch.of_tensor(x)
+    assert launch.kinds_of((torch.nn.Parameter(x),)) == launch.kinds_of((x,))
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or shutil.which("cc") is None, reason="needs a compiler and no GPU")

@@ -114,7 +114,8 @@ def test_texts_that_begin_are_read_in_one_call(options):
     assert reading.cu_seqlens.tolist() == [0, 30, 37, 89]
     packed = (torch.cat([getattr(text, name) for text in texts]).float() for name in ("query", "key", "value", "log_f"))
     query, key, value, log_f = packed
-    found = read(query, Rows(key, value, log_f.flatten(1)), reading.cu_seqlens, {"scale": 0.125, **options})
+    found = torch.empty_like(query)
+    read(reading, query, Rows(key, value, log_f.flatten(1)), found, {"scale": 0.125, **options})
     wanted = torch.cat([text.exact(scale=0.125, **options) for text in texts])
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-5)
 

@@ -37,7 +37,7 @@ class Backend:
 
 
 @torch.no_grad()
-def serve(device: str = "cpu", times: int = 1, layers: int = 1, horizon: float | None = None) -> dict:
+def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float | None = None) -> dict:
     """Readings of each step, and how far each text's outputs are from float64 in the end, over all layers."""
     from retrofox.serving import paged_attention, paged_rows, prompts
 
@@ -146,5 +146,5 @@ def test_two_layers_on_a_gpu():
 
 if __name__ == "__main__":
     horizons = [float(argument) for argument in sys.argv[1:] if argument != "cuda"]
-    on = {"device": "cuda", "times": 8, "layers": 2} if "cuda" in sys.argv else {}
+    on = {"device": "cuda", "times": 8} if "cuda" in sys.argv else {}
     print(json.dumps(serve(**on, horizon=horizons[0] if horizons else None)))

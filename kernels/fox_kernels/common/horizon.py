@@ -144,16 +144,17 @@ def found_edges(
     c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, documents: Documents, *, per_head: bool,
     shard: Shard = ALL_KEYS,
 ) -> Documents:  # fmt: skip
-    """Return documents with edges and first_seen as kernels take them, unless they have some.
+    """Return documents with edges and first_seen as kernels take them, but for what they have.
 
     per_head=True, for the Hopper kernels: the edges are narrowed by the window and the horizon. Else edges are those of
     documents and padding, and first_seen is narrowed by the window.
     """
-    if documents.edges is not None or documents.first_seen is not None:
+    if documents.first_seen is not None or (documents.edges is not None and (per_head or options.horizon is None)):
         return documents
     B, _, S = c_hi.shape
-    window = options.window if per_head else None
-    found = edges(B, S, documents.cu_seqlens, documents.seq_start, window, c_hi.device)
+    window, found = options.window if per_head else None, documents.edges
+    if found is None:
+        found = edges(B, S, documents.cu_seqlens, documents.seq_start, window, c_hi.device)
     if not per_head:
         first = first_seen(c_hi, c_lo, T, options, q_offset=shard.q_offset, causal=shard.causal)
         return documents._replace(edges=found, first_seen=first)

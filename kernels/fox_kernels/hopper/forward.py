@@ -227,14 +227,14 @@ def edge_kind(options: Options, documents: Documents) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
-    counter: Tensor | None = None, shape: Shape | None = None,
+    counter: Tensor | None = None, out: Tensor | None = None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
-    (contiguous, like o), takes the rounding error of o; counter is one int32 0, if there is
-    one. Raises ValueError for what `unsupported` names.
+    (contiguous, like o), takes the rounding error of o; counter is one int32 0, if there is one; out, contiguous and at
+    a multiple of 16 bytes, becomes o. Raises ValueError for what `unsupported` names.
     """
     scale, window, sink, softcap, horizon = options
     constants = (edge_kind(options, documents), sink, residual is not None)
@@ -252,7 +252,7 @@ def launch_forward(
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)

@@ -33,24 +33,19 @@ class Described(NamedTuple):
     round_f32_to_tf32: bool = False  # read from Triton 3.7 on
 
 
-def of_tensor(x: torch.Tensor):
-    return x.dtype, x.data_ptr() % 16 == 0
-
-
-def of_descriptor(x: TensorDescriptor):
-    return x.base.dtype, *x.block_shape
-
-
-def of_int(x: int) -> int:
-    return (x == 1) + 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31)
-
-
-def of_other(x):
-    return of_tensor(x) if isinstance(x, torch.Tensor) else type(x)
-
-
-# Type of an argument that is no constant -> its properties that a kernel may be specialised on.
-KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
+def kinds_of(arguments: tuple) -> tuple:
+    """Return what a kernel may be specialised on of arguments that are no constants; in one loop, for the host."""
+    kinds = []
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            kinds.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "odd"))
+        elif type(x) is int:
+            kinds.append((x == 1) + 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31))
+        elif type(x) is TensorDescriptor:
+            kinds.append((x.base.dtype, *x.block_shape))
+        else:
+            kinds.append(type(x))
+    return tuple(kinds)
 
 
 def watched() -> bool:
@@ -145,8 +140,7 @@ def launch(
         return
     if named:
         arguments, constants = in_order(kernel, named)
-    kinds = tuple([KIND.get(type(x), of_other)(x) for x in arguments])
-    key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
+    key = (id(kernel), torch.cuda.current_device(), kinds_of(arguments), constants, warps, stages)
     run = _runners.get(key)
     if run is None:
         # multiply-adds are fused, as they were when results were judged: Triton 3.10 will do so only when told

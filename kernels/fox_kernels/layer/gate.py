@@ -8,6 +8,8 @@ backward; here x is read once in its own dtype each way. Products are three tf32
 ulp. dW and db are summed in a fixed order: the same bit for bit in every run.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -42,7 +44,8 @@ def gate_kernel(
     at = n[:, None] * H + h[None, :]
     here = (n < N)[:, None] & (h < H)[None, :]
     tl.store(log_f_ptr + at, tl.minimum(z, 0.0) - log1p, mask=here)
-    tl.store(z_ptr + at, z, mask=here)
+    if z_ptr is not None:
+        tl.store(z_ptr + at, z, mask=here)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -107,10 +110,11 @@ def _launch(kernel, programs: int, arguments: tuple, tile: dict[str, int]) -> No
     launch(kernel, (programs,), arguments, constants, warps=tile["num_warps"], stages=tile["num_stages"])
 
 
-def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log f and z, each (N, H) float32, for x (N, K) of unit last stride."""
+def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor, keeps_logit: bool = True) -> tuple[Tensor, Any]:
+    """Return log f and z, each (N, H) float32, for x (N, K) of unit last stride; z is None if not kept."""
     (N, K), H = x.shape, weight.shape[0]
-    log_f, z = (torch.empty(N, H, dtype=torch.float32, device=x.device) for _ in range(2))
+    log_f = torch.empty(N, H, dtype=torch.float32, device=x.device)
+    z = torch.empty_like(log_f) if keeps_logit else None
     if N:
         tile = forward_tile(H, N)
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H)

@@ -236,19 +236,20 @@ def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
-    residual: torch.Tensor | None = None, tile: Tile | None = None, out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None = None, tile: Tile | None = None, out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
     q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. With a shard, lse2 merges
     the parts: blocks of other devices' keys need no new kernel. residual, a tensor like o, is filled with the rounding
-    error of o; out_dtype is o's, q's if None: float32 for parts that are merged. Raises ValueError for a q_offset
-    below 0.
+    error of o; out, contiguous, becomes o; out_dtype is o's, q's if None: float32 for parts that are merged. Raises
+    ValueError for a q_offset below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
     first_position(shard.q_offset, T, S)
-    o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device)
+    o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device) if out is None else out
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse2
