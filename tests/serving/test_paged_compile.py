@@ -44,6 +44,7 @@ KERNELS = {
     "sums": (paged_rows._sums_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
     "write a token": (paged_rows._write_kernel, WRITE | {"BLOCK": 1, "SINGLE": True}, 1),
     "write": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False}, 4),
+    "write, at most a chunk": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False, "sums": None}, 4),
     "attend, 64": attend(64, 64),
     "attend, 64, one part": attend(64, 64, PARTS=1, SINK=1),
     "attend, 80, a window": attend(80, 128, WINDOW=4096),
