@@ -1,4 +1,4 @@
-"""The table of supported families: rows, not branches, and their differences outside attention."""
+"""Which models convert, and which settings are refused. The table of families is SUPPORTED in configuration_fox.py."""
 
 from __future__ import annotations
 

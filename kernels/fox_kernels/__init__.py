@@ -7,7 +7,8 @@ it.
 """
 
 from . import chunked, reference, saved_checkpoints
-from .api import choose, decode_attention, decodes, forgetting_attention
+from .api import decode_attention, decodes, forgetting_attention
+from .choose_backend import choose
 from .determinism import deterministic, set_deterministic
 
 saved_checkpoints.register(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, draw, failures, gates, problems, results
-from fox_kernels import api, choose, chunked, forgetting_attention, reference
+from fox_kernels import choose, choose_backend, chunked, forgetting_attention, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -252,11 +252,11 @@ def test_a_choice_is_said_once_whatever_the_numbers_in_its_reason(capsys):
     q, k, v, log_f = (x.detach() for x in doubles())
     assert choose(q, k, v, log_f)[0] == "chunked"
     assert choose(q, k, v, log_f, backend="reference") == ("reference", "asked for")
-    api._announced.clear()
+    choose_backend._announced.clear()
     for queries in (1, 2, 57, 63):
         forgetting_attention(q, k, v, log_f, backend="reference")
-        api.announce("triton", f"CUDA tensors; not gluon: {queries} queries are less than its tile of 64")
-    api.announce("triton", "CUDA tensors; not gluon: head_dim 256 is not one of (64, 80, 96, 128)")
+        choose_backend.announce("triton", f"CUDA tensors; not gluon: {queries} queries are less than its tile of 64")
+    choose_backend.announce("triton", "CUDA tensors; not gluon: head_dim 256 is not one of (64, 80, 96, 128)")
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [
         "fox_kernels: backend reference (asked for)",

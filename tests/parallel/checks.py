@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fox_kernels import api
+from fox_kernels import choose_backend
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -196,7 +196,7 @@ def families(mesh: Mesh, rows: dict[str, dict[str, Any]]) -> None:
 def begin() -> list[Mesh]:
     """Joins the other processes; every way to share rows between so many."""
     torch.set_num_threads(1)
-    api._announced.add(("chunked", "tensors are on cpu, Triton needs cuda"))
+    choose_backend._announced.add(("chunked", "tensors are on cpu, Triton needs cuda"))
     dist.init_process_group("gloo")
     splits = {2: [Degrees(2, 1), Degrees(1, 2)], 4: [Degrees(2, 2), Degrees(1, 4)]}[dist.get_world_size()]
     return [build_mesh(split) for split in splits]
