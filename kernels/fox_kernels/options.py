@@ -1,4 +1,4 @@
-"""NamedTuples that the package passes on beside tensors: options, documents, shards, the tensors saved by a forward."""
+"""NamedTuples that the package passes on beside tensors: options, documents, the tensors saved by a forward."""
 
 from typing import Any, NamedTuple
 
@@ -37,21 +37,6 @@ SCHEMA = (
 """Documents' first two fields and all of Options, as torch's operators take them."""
 
 ONE_DOCUMENT = Documents()  # from position 0 on, in every sequence
-
-
-class Shard(NamedTuple):
-    """Keys of another device or an earlier chunk, as the plain kernels take them; the default is all keys.
-
-    Query t sits at position q_offset + t (None: S - T + t) and has c = c[min(position, S - 1)] + c_offset[b, h]
-    (B, H) float32, base 2. causal=False: every query sees every key.
-    """
-
-    q_offset: int | None = None
-    c_offset: Tensor | None = None
-    causal: bool = True
-
-
-ALL_KEYS = Shard()
 
 
 def given(*, scale: Any = None, cu_seqlens: Any = None, seq_start: Any = None, **options) -> tuple[Options, Documents]:

@@ -1,73 +1,18 @@
-"""What the launchers promise beyond the public operator: parts that merge, caches that grow, helpers like their twins.
+"""What the launchers promise beyond the public operator: caches that grow, helpers like their twins.
 
 Needs Triton, real or interpreted, at import.
 """
 
-import math
 import warnings
 
 import pytest
 import torch
 import twins
 from cases import Case, draw, errors, gates, results
-from fox_kernels import autograd, decode_attention, forgetting_attention, reference
+from fox_kernels import autograd, decode_attention, forgetting_attention
 from fox_kernels.common import cumsum
-from fox_kernels.options import ALL_KEYS, Options, Saved, Shard
 from fox_kernels.plain import backward, forward
-from fox_kernels.plain.backward import launch_backward
-from fox_kernels.plain.forward import launch_forward
 from fox_kernels.plain.tiles import Tile
-
-
-def check_merging(device: str, n: int, D: int) -> None:
-    """Context parallelism: each of three shards of n positions sums its own gates and attends to those before it.
-
-    Parts merge by lse, the backwards of the parts add up to that of the whole, dlog_f included. Queries see an earlier
-    shard with c of its end plus c_offset, what the shards between forget; their own c is added per row outside.
-    """
-    torch.manual_seed(0)
-    B, H, Hkv, shards = 2, 2, 1, 3
-    S, args = shards * n, Options(D**-0.5, softcap=8.0)
-    q, do = (torch.randn(B, S, H, D, device=device) for _ in range(2))
-    k, v = (torch.randn(B, S, Hkv, D, device=device) for _ in range(2))
-    log_f = gates("mixed", B, S, H, device=device) * 0.02
-    whole = [x.double().requires_grad_() for x in (q, k, v, log_f)]
-    o, lse = reference.forgetting_attention(*whole, return_lse=True, scale=args.scale, softcap=args.softcap)
-    wanted = torch.autograd.grad((o * do).sum(), whole)
-
-    at = [slice(n * r, n * r + n) for r in range(shards)]
-    c = [cumsum.cumulative(log_f[:, s]) for s in at]
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    dc = torch.zeros(B, H, S, device=device)
-    for r, rows in enumerate(at):
-        own = {"parts": [launch_forward(q[:, rows], k[:, rows], v[:, rows], *c[r], args)], "shift": [0.0]}
-        between = [ALL_KEYS]
-        for s in reversed(range(r)):
-            forgotten = sum((c[m][0][..., -1] for m in range(s + 1, r)), torch.zeros(B, H, device=device))
-            between.append(Shard(n, forgotten.contiguous(), causal=False))
-            own["parts"].append(launch_forward(q[:, rows], k[:, at[s]], v[:, at[s]], *c[s], args, shard=between[-1]))
-            own["shift"].append(c[r][0])
-        lses = torch.stack([x + shift for (_, x), shift in zip(own["parts"], own["shift"], strict=True)])
-        merged = torch.logsumexp(lses * math.log(2), 0) / math.log(2)
-        weights = torch.exp2(lses - merged).transpose(2, 3)[..., None]
-        o_merged = sum(part * weight for (part, _), weight in zip(own["parts"], weights, strict=True))
-        assert (merged.transpose(1, 2) * math.log(2) - lse[:, rows]).abs().max() < 1e-4
-        assert (o_merged - o[:, rows]).abs().max() < 1e-4
-        for s, shift, shard in zip((r, *reversed(range(r))), own["shift"], between, strict=True):
-            given = do[:, rows], None, q[:, rows], k[:, at[s]], v[:, at[s]], Saved(o_merged, merged - shift, *c[s])
-            row_sum = torch.empty(B, H, n, device=device)
-            parts = launch_backward(*given, args, shard=shard, row_sum=row_sum)
-            dq[:, rows] += parts[0]
-            dk[:, at[s]] += parts[1]
-            dv[:, at[s]] += parts[2]
-            dc[..., at[s]] += parts[3]
-            if s < r:  # what its queries' own c gets, and the last of every shard between
-                dc[..., rows] += row_sum
-                for m in range(s + 1, r):
-                    dc[..., n * m + n - 1] += row_sum.sum(-1)
-    dlog_f = torch.cat([cumsum.gate_gradient(dc[..., s].contiguous(), log_f[:, s]) for s in at], 1)
-    for name, x, y in zip(("dq", "dk", "dv", "dlog_f"), (dq, dk, dv, dlog_f), wanted, strict=True):
-        assert (x - y).norm() < 1e-4 * y.norm(), name
 
 
 def check_nan(device: str, backend: str = "triton") -> None:
@@ -88,14 +33,9 @@ def check_nan(device: str, backend: str = "triton") -> None:
 
 
 def check_refusals(device: str) -> None:
-    """Queries don't come before all keys; c has a unit last stride."""
+    """c has a unit last stride."""
     q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
     c = cumsum.cumulative(gates("mixed", 1, 20, 2, device=device))
-    saved = Saved(q, c[0], *c)  # o and lse2: shapes are all that counts
-    with pytest.raises(ValueError, match=r"q_offset, .* got -1"):
-        launch_forward(q, k, v, *c, Options(0.25), shard=Shard(-1))
-    with pytest.raises(ValueError, match=r"q_offset, .* got -1"):
-        launch_backward(q, None, q, k, v, saved, Options(0.25), shard=Shard(-1))
     with pytest.raises(ValueError, match="the last 1"):
         decode_attention(q[:, -1:], k, v, *[x.transpose(1, 2).contiguous().transpose(1, 2) for x in c])
 

@@ -16,7 +16,7 @@ from fox_kernels.common import first_weights
 from fox_kernels.plain import backward, forward, tiles
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
-EVERY_OPTION = {"STARTS": True, "LOWER": 2, "SINK": True, "CAP": 2, "SHIFT": True, "DLSE": True, "GROUP": 4}
+EVERY_OPTION = {"STARTS": True, "LOWER": 2, "SINK": True, "CAP": 2, "DLSE": True, "GROUP": 4}
 # (compute capability, kernel, head dim) -> bytes in masked blocks; others none. Hopper's tiles are the fastest there.
 SPILLS = {
     (90, "dq", 64): 56, (90, "dkdv", 64): 24, (90, "dq", 128): 56, (90, "dkdv", 128): 16, (90, "forward", 96): 8,
@@ -45,12 +45,12 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     D0, D1 = tiles.split_head_dim(D)
     tma = int(tile.tma) if D1 == 0 else 0
     constants = {
-        "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
-        "LOWER": 0, "SINK": False, "CAP": False, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
+        "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "STARTS": False,
+        "LOWER": 0, "SINK": False, "CAP": False, "DLSE": False, "RESIDUAL": True,
         "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": tma, "ROWS": int(tile.gates_by_tma and tma > 0),
     }  # fmt: skip
     constants |= flags
-    needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
+    needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "dlse_ptr": "DLSE"}
     needs |= {"lower_ptr": "LOWER", "unseen_ptr": "LOWER"}
     constants |= {pointer: None for pointer, flag in needs.items() if not constants[flag]}
     rows = copied_by_tma(kernel, tile, tma)

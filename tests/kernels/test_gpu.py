@@ -8,7 +8,7 @@ import torch
 from cases import LAYOUTS, Case, draw, failures, gates
 from fox_kernels import forgetting_attention
 from fox_kernels.hopper import forward as hopper_forward
-from launchers import check_merging, check_nan, check_one_gradient
+from launchers import check_nan, check_one_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -148,10 +148,6 @@ def test_offsets_beyond_32_bits():
         o = forgetting_attention(*inputs, log_f, window=3000, backend="triton")
         results.append([o, *torch.autograd.grad(o.sum(dtype=FP32), inputs)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_parts_of_the_keys_merge_by_lse():
-    check_merging("cuda", 640, 64)
 
 
 def test_each_input_may_be_the_only_one_with_a_gradient():

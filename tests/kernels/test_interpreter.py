@@ -54,7 +54,7 @@ FEATURES = {
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
 CHECKS = {
-    "merging": ("cpu", 35, 16), "helpers": ("cpu", 70), "copies_by_tma": (),
+    "helpers": ("cpu", 70), "copies_by_tma": (),
     **dict.fromkeys(("operator", "one_gradient", "nan", "softcap", "refusals"), ("cpu",)),
 }  # fmt: skip
 EXAMPLES = 24

@@ -3,25 +3,21 @@
 No kernel may touch memory outside the tensors which it was given.
 """
 
-import math
 from unittest import mock
 
 import pytest
 import torch
-from cases import broken, gates
+from cases import broken
 from fox_kernels import decode_attention, forgetting_attention
 from twins import cumulative_torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 import bounds
 from fox_kernels import forward_backward
-from fox_kernels.common import cumsum
 from fox_kernels.decoding import planner
 from fox_kernels.layer.norm import head_norm
 from fox_kernels.layer.shift import shift
-from fox_kernels.options import Backend, Documents, Options, Saved, Shard
-from fox_kernels.plain.backward import launch_backward
-from fox_kernels.plain.forward import launch_forward
+from fox_kernels.options import Backend, Documents, Options, Saved
 
 FP16 = torch.float16
 
@@ -58,42 +54,6 @@ def check_nan_through_lse(device: str = "cpu", backend: str = "triton") -> None:
     found = torch.autograd.grad(o.float().sum() + both.masked_fill(~seen, 0).sum(), inputs, retain_graph=True)
     wanted = torch.autograd.grad(o.float().sum() + lse.masked_fill(~seen, 0).sum(), inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def at_an_offset(q, k, v, c, q_offset: int, causal: bool, padded: int):
-    """o and lse of queries from position q_offset on, in the inputs' precision; c (B, H, S) in natural units.
-
-    Past the keys they have the c of the last.
-    """
-    i, j = q_offset + torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
-    c_i = c[:, :, i[:, 0].clamp_max(k.shape[1] - 1)]
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / 4 + c_i[..., None] - c[:, :, None]
-    scores = scores.masked_fill((j < padded) | (causal & (j > i)), -torch.inf)
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-def check_queries_at_any_offset() -> None:
-    """As chunked prefill and context parallelism ask for them: before the last keys, among them and past them."""
-
-    ln_2, B, H, D = math.log(2), 1, 2, 16
-    for T, S, q_offset, causal, padded in (
-        (20, 60, 10, True, 0), (40, 70, 31, True, 12), (35, 70, 69, True, 0), (33, 60, 50, True, 12),
-        (40, 40, 40, False, 12), (64, 32, 64, True, 0), (40, 45, 100, False, 33),
-    ):  # fmt: skip
-        torch.manual_seed(T)
-        q, do = (torch.randn(B, T, H, D) for _ in range(2))
-        k, v = (torch.randn(B, S, 1, D) for _ in range(2))
-        c, dlse = cumsum.cumulative(gates("mixed", B, S, H)), torch.randn(B, H, T)
-        inputs = [x.double().requires_grad_() for x in (q, k, v, (c[0].double() + c[1].double()) * ln_2)]
-        o, lse = at_an_offset(*inputs, q_offset, causal, padded)
-        wanted = torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), inputs)
-        start = torch.tensor([padded], dtype=torch.int32) if padded else None
-        given, shard = (Options(0.25), Documents(seq_start=start)), Shard(q_offset, None, causal)
-        mine, lse2 = launch_forward(q, k, v, *c, *given, shard=shard)
-        found = launch_backward(do, dlse * ln_2, q, k, v, Saved(mine, lse2, *c), *given, shard=shard)
-        for x, y in zip((mine, lse2 * ln_2, *found), (o, lse, *wanted), strict=True):
-            assert (x - y).norm() <= 1e-5 * y.norm(), (T, S, q_offset, causal, padded)
 
 
 def check_decoding_of_more_pairs_than_a_grid_holds() -> None:

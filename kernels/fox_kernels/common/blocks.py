@@ -14,11 +14,9 @@ UNREACHED_CAP = 1e30  # no score is near: it caps nothing
 
 
 @triton.jit
-def visible(i, j, start, lower, S, sink, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr):
+def visible(i, j, start, lower, S, sink, STARTS: tl.constexpr, LOWER: tl.constexpr):
     """Which keys j queries i see; i, j, start and lower broadcast to the block in either orientation."""
-    seen = j < S
-    if CAUSAL:
-        seen = seen & (j <= i)
+    seen = (j < S) & (j <= i)
     if STARTS:
         seen = seen & (j >= start)
     if LOWER:
@@ -125,16 +123,13 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 @triton.jit
 def key_range(
     m0, last_pos, S, q_offset, least, greatest, lower, sink,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, LOWER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
     the sinks' own masked blocks [sink_low, sink_high) below low."""
     first_pos = q_offset + m0
-    high = S
-    full = S
-    if CAUSAL:
-        high = tl.minimum(S, last_pos + 1)
-        full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
+    high = tl.minimum(S, last_pos + 1)
+    full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
     low = least
     ragged = tl.maximum(greatest, 0)
     if LOWER:
@@ -188,9 +183,8 @@ def partial_sums(x):
 
 @triton.jit
 def scores(
-    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, lower, sink_bias, S, sink, scale2, softcap2, inverse_cap,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr,
+    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, lower, S, sink, scale2, softcap2, inverse_cap,
+    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
     tanh = s
@@ -200,9 +194,9 @@ def scores(
         s = s * scale2
     if MASKED:
         s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_first[None, :], c_second[None, :],
-                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
+                    j[None, :] < start[:, None] + sink, 0.0, SINK)  # fmt: skip
         rows, columns = pos[:, None], j[None, :]
-        seen = visible(rows, columns, start[:, None], lower[:, None], S, sink, CAUSAL, STARTS, LOWER)
+        seen = visible(rows, columns, start[:, None], lower[:, None], S, sink, STARTS, LOWER)
         s = tl.where(seen, s, float("-inf"))
     else:
         s += c_first[None, :]

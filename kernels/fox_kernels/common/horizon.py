@@ -13,33 +13,32 @@ import triton
 import triton.language as tl
 
 from ..host.launch import cdiv, launch
-from ..options import ALL_KEYS, Documents, Options, Shard
+from ..options import Documents, Options
 from .blocks import LOG2_E
 from .edges import edges
 
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_row", "q_at", "q_offset", "window", "steps"])
+@triton.jit(do_not_specialize=["T", "S", "window", "steps"])
 def first_seen_kernel(
-    q_hi_ptr, q_lo_ptr, k_hi_ptr, k_lo_ptr, out_ptr, T, S, q_row, q_at, q_offset, window, horizon2, steps,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hi_ptr, lo_ptr, out_ptr, T, S, window, horizon2, steps, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
     bh = (tl.program_id(0) // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = tl.program_id(0) % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    at = bh * q_row + q_at + tl.minimum(t, T - 1)
-    limit = tl.load(q_hi_ptr + at).to(tl.float64) + tl.load(q_lo_ptr + at).to(tl.float64) + horizon2
+    at = bh * S + S - T + tl.minimum(t, T - 1)
+    limit = tl.load(hi_ptr + at).to(tl.float64) + tl.load(lo_ptr + at).to(tl.float64) + horizon2
     low = t * 0
-    high = tl.minimum(q_offset + t, S) if CAUSAL else low + S
+    high = tl.minimum(S - T + t, S)
     for _ in range(steps):
         middle = (low + high) // 2
         going = low < high
-        c = tl.load(k_hi_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
-        c += tl.load(k_lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
+        c = tl.load(hi_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
+        c += tl.load(lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
         hidden = (c < limit) == 0
         low, high = tl.where(going & hidden, middle + 1, low), tl.where(going & (hidden == 0), middle, high)
     if WINDOW:
-        low = tl.maximum(low, q_offset + t - window + 1)
+        low = tl.maximum(low, S - T + t - window + 1)
     tl.store(out_ptr + bh * T + t, low, mask=t < T)
 
 
@@ -56,28 +55,20 @@ def unseen_from_kernel(first_ptr, out_ptr, T, S, steps, BLOCK: tl.constexpr):
     tl.store(out_ptr + bh * S + j, low, mask=j < S)
 
 
-def first_seen(
-    c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, *, q_offset: int | None = None,
-    causal: bool = True, queries: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor | None:  # fmt: skip
-    """Return (B, H, T) int32, the first key that each query sees, sinks aside; None without a horizon.
+def first_seen(c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options) -> torch.Tensor | None:
+    """Return (B, H, T) int32, the first key that each of the last T tokens sees, sinks aside; None without a horizon.
 
-    c_hi, c_lo (B, H, S) float32 are c in base 2. queries: the queries' own c in two floats (B, H, T), where they are
-    not those of the keys from q_offset on (None: S - T). causal=False: a query may lie behind all keys.
+    c_hi, c_lo (B, H, S) float32 are c in base 2.
     """
     if options.horizon is None:
         return None
     B, H, S = c_hi.shape
-    q_offset = S - T if q_offset is None else q_offset
     out = torch.empty(B, H, T, dtype=torch.int32, device=c_hi.device)
     if out.numel():
-        c_hi, c_lo = c_hi.contiguous(), c_lo.contiguous()
-        own = (c_hi, c_lo) if queries is None else queries
-        q_row, q_at = (S, q_offset) if queries is None else (T, 0)
-        numbers = (T, S, q_row, q_at, q_offset, options.window or 0, options.horizon * LOG2_E, S.bit_length())
+        numbers = (T, S, options.window or 0, options.horizon * LOG2_E, S.bit_length())
         launch(
-            first_seen_kernel, (B * H * cdiv(T, BLOCK),), (*own, c_hi, c_lo, out, *numbers),
-            (causal, options.window is not None, BLOCK),
+            first_seen_kernel, (B * H * cdiv(T, BLOCK),), (c_hi.contiguous(), c_lo.contiguous(), out, *numbers),
+            (options.window is not None, BLOCK),
         )  # fmt: skip
     return out
 
@@ -141,9 +132,8 @@ def unseen_from(first: torch.Tensor, S: int) -> torch.Tensor:
 
 
 def found_edges(
-    c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, documents: Documents, *, per_head: bool,
-    shard: Shard = ALL_KEYS,
-) -> Documents:  # fmt: skip
+    c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, documents: Documents, *, per_head: bool
+) -> Documents:
     """Return documents with edges and first_seen as kernels take them, but for what they have.
 
     per_head=True, for the Hopper kernels: the edges are narrowed by the window and the horizon. Else edges are those of
@@ -156,8 +146,7 @@ def found_edges(
     if found is None:
         found = edges(B, S, documents.cu_seqlens, documents.seq_start, window, c_hi.device)
     if not per_head:
-        first = first_seen(c_hi, c_lo, T, options, q_offset=shard.q_offset, causal=shard.causal)
-        return documents._replace(edges=found, first_seen=first)
+        return documents._replace(edges=found, first_seen=first_seen(c_hi, c_lo, T, options))
     if options.horizon is not None:
         found = edges_within(c_hi, c_lo, found, options.horizon)
     return documents._replace(edges=found)

@@ -134,7 +134,7 @@ def split_kernel(
         if SINK:
             bias = tl.where((j < least + sink)[None, :], 0.0, bias)
         lower = pos[:, None] - window + 1
-        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, True, STARTS, WINDOW) & known
+        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, STARTS, WINDOW) & known
         if HORIZON:  # a sink's bias is 0; NaN is to be seen
             seen = seen & ((bias <= 0.0 - horizon2) == 0)
         s = tl.where(seen, s + bias, float("-inf"))

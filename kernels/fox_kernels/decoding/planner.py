@@ -77,10 +77,10 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 class Decoder:
     """Runs decoding calls that differ in S, strides and addresses only; everything else is worked out once, here.
 
-    padded: there is a seq_start. out_dtype: of o, None for that of q.
+    padded: there is a seq_start.
     """
 
-    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool, out_dtype=None):
+    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool):
         B, T, H, D = shape
         scale, window, sink, softcap, horizon = options
         group, size = H // Hkv, dtype.itemsize
@@ -91,7 +91,7 @@ class Decoder:
         D0, D1 = split_head_dim(D)
         cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
-        self.window, self.sink, self.out_dtype = window, sink, out_dtype or dtype
+        self.window, self.sink = window, sink
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
         near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
@@ -135,7 +135,7 @@ class Decoder:
         q, k, v = self.readable(q), self.readable(k), self.readable(v)
         c_b, c_h, _ = c_hi.stride()
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], c_b, c_h)
-        o = torch.empty(q.shape, dtype=self.out_dtype, device=self.device)
+        o = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
         rows = grid[0] * grid[1] * self.rows
         part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
@@ -166,20 +166,20 @@ class Decoder:
 decoder_for = functools.lru_cache(256)(Decoder)
 
 
-def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, out_dtype=None):
+def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
     `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
-    o has out_dtype, None: that of q. Raises ValueError when the group's rows do not fit a tile.
+    Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, _), Hkv = q.shape, k.shape[2]
     if B * Hkv > MAX_PAIRS:
         given = (q, k, v, c_hi, c_lo, seq_start)
         cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
-        parts = [launch_decode(*x[:5], options, x[5], out_dtype=out_dtype) for x in zip(*cut, strict=False)]
+        parts = [launch_decode(*x[:5], options, x[5]) for x in zip(*cut, strict=False)]
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
     padded = seq_start is not None
-    decoder = decoder_for(q.shape, Hkv, q.dtype, q.device, options, padded=padded, out_dtype=out_dtype)
+    decoder = decoder_for(q.shape, Hkv, q.dtype, q.device, options, padded=padded)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, lse2=lse2), lse2

@@ -95,7 +95,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
-    first = begins_at_the_first_key(q, k, True, S - T, started > 0, None)
+    first = begins_at_the_first_key(q, k, started > 0)
     constants = {
         "HAS_START": started, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages, "NKV": cut.key_slots,
         "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,

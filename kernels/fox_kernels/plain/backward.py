@@ -15,49 +15,44 @@ from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_round
 from ..common.horizon import found_edges, unseen_from
 from ..host.launch import cdiv, launch
 from ..host.strides import aligned, describable, source, strides_of
-from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
+from ..options import ONE_DOCUMENT, Documents, Options, Saved
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
-from .forward import first_position, shared_arguments, walked_together
+from .forward import shared_arguments, walked_together
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 
 def launch_backward(
-    do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
-    tiles: tuple[Tile, Tile] | None = None, row_sum: torch.Tensor | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *,
+    tiles: tuple[Tile, Tile] | None = None,
 ):  # fmt: skip
-    """Return dq, dk, dv and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
+    """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
-    dq, dk and dv are in gradient_dtype, the inputs' if None: float32 for parts that are added up.
-    dlse2 (B, H, T) or None is dL/dlse2. row_sum (B, H, T) float32, if given, is filled with the part of dc that belongs
-    to each query's own c: of queries past the keys, all of it is in dc[..., S - 1], as their c lies elsewhere. The
-    order of every sum is fixed, so two runs give the same bits.
+    dlse2 (B, H, T) or None is dL/dlse2. The order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    q_offset = first_position(shard.q_offset, T, S)
     o, lse2, c_hi, c_lo, residual = saved
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
-    dq = torch.empty(B, T, H, D, dtype=gradient_dtype or q.dtype, device=q.device)
-    dk, dv = (torch.empty(B, S, Hkv, D, dtype=gradient_dtype or k.dtype, device=q.device) for _ in range(2))
+    dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device) if row_sum is None else row_sum
+    row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
-    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
+    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False)
     edges, lower = documents.edges, documents.first_seen
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     record = 2 * columns.block_m + 16
     records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)
     lost = None
     bounded = edges is not None or options.window is not None or lower is not None
-    if begins_at_the_first_key(q, k, shard.causal, q_offset, bounded, shard.c_offset):
+    if begins_at_the_first_key(q, k, bounded):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     tma = split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v, do)
-    shared = shared_arguments(q, k, options, documents, shard) | strides_of(q=q, k=k, v=v, do=do)
+    shared = shared_arguments(q, k, options, documents) | strides_of(q=q, k=k, v=v, do=do)
     shared |= {
         "facts_ptr": facts, "record_ptr": records, "row_sum_ptr": row_sum, "c_hi_ptr": c_hi, "c_lo_ptr": c_lo,
         "TP": padded, "scale": options.scale,
@@ -83,6 +78,4 @@ def launch_backward(
         together=walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
         **shared,
     )  # fmt: skip
-    if q_offset + T > S:  # queries past the keys share c[S - 1]
-        dc[..., S - 1] += row_sum[..., max(0, S - q_offset) :].sum(-1)
     return dq, dk, dv, dc

@@ -13,16 +13,12 @@ from ..common.blocks import decayed, load_rows, lowest, partial_sums, place, sof
 @triton.jit
 def query_range(
     start_ptr, end_ptr, unseen_ptr, n0, last_key, sinky, T, S, q_offset, window,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr,
+    BM: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
-    low, full_low = n0 * 0, n0 * 0
+    low, full_low = tl.maximum(n0 - q_offset, 0), tl.maximum(last_key + 1 - q_offset, 0)
     high, full_high = T, T
-    if CAUSAL:
-        low = tl.maximum(n0 - q_offset, 0)
-        full_low = tl.maximum(last_key + 1 - q_offset, 0)
     if STARTS:
-        # Queries past the keys belong to the last key's document.
         end, first_end = tl.load(end_ptr + last_key), tl.load(end_ptr + n0)
         high = tl.minimum(high, tl.where(end < S, end - q_offset, T))
         full_high = tl.minimum(full_high, tl.where(first_end < S, first_end - q_offset, T))
@@ -45,9 +41,9 @@ def query_range(
 @triton.jit
 def _dkdv_block(
     b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, record_ptr, start_ptr, lower_ptr, stride_q, stride_do,
-    offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, TP, q_offset, window, sink,
+    offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, T, S, TP, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
@@ -82,14 +78,14 @@ def _dkdv_block(
         if STARTS:
             start = tl.load(start_ptr + pos)
         if SINK:
-            sink_bias = (0.0 - offset - tl.load(facts + 3 * TP, mask=t < T, other=0.0))[None, :]
+            sink_bias = (0.0 - tl.load(facts + 3 * TP, mask=t < T, other=0.0))[None, :]
         else:
             sink_bias = 0.0
         s = decayed(s, e_hi[None, :], e_lo[None, :], bias_hi[:, None], bias_lo[:, None],
                     j[:, None] < start[None, :] + sink, sink_bias, SINK)  # fmt: skip
         i = (q_offset + t)[None, :]
         lower = lowest(lower_ptr, t, T, S, q_offset, window, LOWER)[None, :]
-        seen = visible(i, j[:, None], start[None, :], lower, S, sink, CAUSAL, STARTS, LOWER)
+        seen = visible(i, j[:, None], start[None, :], lower, S, sink, STARTS, LOWER)
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
@@ -115,12 +111,12 @@ def _dkdv_block(
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
-    end_ptr, lower_ptr, unseen_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
+    end_ptr, lower_ptr, unseen_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
+    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     blocks = tl.cdiv(S, BN)
@@ -181,24 +177,21 @@ def dkdv_kernel(
             unseen_head += bh * S
         low, mid_low, mid_high, high = query_range(
             start_ptr, end_ptr, unseen_head, n0, last_key, sinky, T, S, q_offset, window,
-            BM, CAUSAL, STARTS, LOWER)  # fmt: skip
+            BM, STARTS, LOWER)  # fmt: skip
         c_j_hi = tl.load(c_hi_head + j, mask=j < S, other=0.0)
         c_j_lo = tl.load(c_lo_head + j, mask=j < S, other=0.0)
         ref_hi = tl.load(c_hi_head + last_key)
         ref_lo = tl.load(c_lo_head + last_key)
         key_bias = (ref_hi - c_j_hi) + (ref_lo - c_j_lo)
-        offset = 0.0
-        if SHIFT:
-            offset = tl.load(c_offset_ptr + bh)
         # Eight sums a key take no shuffles in the loop; beside k in registers (TMA 3) ptxas then serialises products.
         column_sum = tl.zeros([BN, 8] if TMA == 2 else [BN], tl.float32)
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, record_head, start_ptr,
-                lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, TP,
+                lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, T, S, TP,
                 q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+                True, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
         inner = v0
         if TMA == 2:  # in registers beside the interior tiles only, which have room for it
             inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d0, S, True, True)
@@ -206,8 +199,8 @@ def dkdv_kernel(
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, inner, v1, q_head, do_head, facts_head,
                 record_head, start_ptr, lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias,
-                offset, T, S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+                T, S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                False, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
         if TMA == 2:
             column_sum = tl.sum(column_sum, 1)
         if SINK:

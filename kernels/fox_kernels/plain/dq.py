@@ -25,9 +25,9 @@ from ..common.blocks import (
 @triton.jit
 def _dq_block(
     b, h, n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, lse,
-    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
+    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2, softcap2,
     inverse_cap, row_sums, dq0, dq1,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts)."""
@@ -44,8 +44,8 @@ def _dq_block(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
     s, tanh = scores(
-        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, LOWER, SINK, CAP)  # fmt: skip
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, S, sink, scale2, softcap2,
+        inverse_cap, MASKED, STARTS, LOWER, SINK, CAP)  # fmt: skip
     p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * dp
     if MASKED:
@@ -68,13 +68,12 @@ def _dq_block(
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
-    lower_ptr, c_offset_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
+    lower_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, SP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    DLSE: tl.constexpr, RESIDUAL: tl.constexpr, NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
     tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
@@ -107,7 +106,7 @@ def dq_kernel(
     lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, CAUSAL, LOWER)  # fmt: skip
+        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, LOWER)  # fmt: skip
 
     rows = m0 + offs_m < T
     do0 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d0, T, True, TMA > 1)
@@ -141,11 +140,7 @@ def dq_kernel(
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
     c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
     ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
-    offset = 0.0
-    if SHIFT:
-        offset = tl.load(c_offset_ptr + bh)
-    lse = tl.where(empty, 0.0, lse) - offset
-    sink_bias = 0.0 - offset
+    lse = tl.where(empty, 0.0, lse)
 
     # For the next kernel. For masked tiles, facts [4, TP] per head: c_i - lse_i in two floats, delta, lse. For interior
     # ones, a record of each of its tiles: c_i - lse_i relative to c of the tile's first query, delta, that c in two
@@ -173,9 +168,9 @@ def dq_kernel(
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         row_sums, dq0, dq1 = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            0.0, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, sink_bias, S, sink, scale2,
+            0.0, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2,
             softcap2, inverse_cap, row_sums, dq0, dq1,
-            True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
+            True, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
@@ -183,9 +178,9 @@ def dq_kernel(
         lift = (ref_hi - last_hi) + (ref_lo - last_lo)
         row_sums, dq0, dq1 = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            lift, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, sink_bias, S, sink, scale2,
+            lift, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2,
             softcap2, inverse_cap, row_sums, dq0, dq1,
-            False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
+            False, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
     tl.store(row_sum_ptr + bh * T + m0 + offs_m, tl.sum(row_sums, 1), mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))

@@ -33,7 +33,7 @@ from ..common.cumsum import block_relative
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
 from ..host.strides import aligned, describable, row_source, source, strides_of
-from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
+from ..options import ONE_DOCUMENT, Documents, Options
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
@@ -42,9 +42,9 @@ L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
 @triton.jit
 def _attend(
     b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, c_hi_ptr,
-    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2, inverse_cap,
+    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2, inverse_cap,
     top, m, l, weight, acc0, acc1,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
@@ -61,8 +61,8 @@ def _attend(
         k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     s, _tanh = scores(
-        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, LOWER, SINK, CAP)  # fmt: skip
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, S, sink, scale2, softcap2,
+        inverse_cap, MASKED, STARTS, LOWER, SINK, CAP)  # fmt: skip
     if MASKED:
         largest = tl.max(s, 1)
     else:  # two chains of maxima, and of sums below: a long chain takes time, not the number of operations
@@ -103,12 +103,11 @@ def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr,
-    c_offset_ptr, sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h,
+    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h,
     T, S, SP, H, together, q_offset, window, sink, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
+    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    RESIDUAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first; the query heads of a kv head are side by side.
     tiles = tl.cdiv(T, BM)
@@ -137,7 +136,7 @@ def forward_kernel(
     lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, CAUSAL, LOWER)  # fmt: skip
+        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, LOWER)  # fmt: skip
 
     q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
     q1 = q0
@@ -152,19 +151,15 @@ def forward_kernel(
     weight = l
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
     c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
-    offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
-    if SHIFT:
-        offset = tl.load(c_offset_ptr + bh)
-    sink_bias = 0.0 - offset
     ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         top, m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
-            True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+            True, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -189,13 +184,13 @@ def forward_kernel(
             last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
         top, m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
-            False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+            False, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     empty = l == 0  # NaN isn't
     l = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l) + offset)
+    lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l))
     rows = m0 + offs_m < T
     tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
     weight = tl.where(empty, 1.0, weight)
@@ -205,22 +200,14 @@ def forward_kernel(
         store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / weight[:, None], rows[:, None], RESIDUAL)
 
 
-def first_position(q_offset: int | None, T: int, S: int) -> int:
-    """Return the position of the first query, or raise ValueError where it lies before all keys."""
-    if q_offset is not None and q_offset < 0:
-        raise ValueError(f"q_offset, the first query's position among the keys, must be >= 0, got {q_offset}")
-    return S - T if q_offset is None else q_offset
-
-
-def shared_arguments(q, k, options: Options, documents: Documents, shard: Shard) -> dict:
+def shared_arguments(q, k, options: Options, documents: Documents) -> dict:
     """Return by name what all three kernels take of a problem, but for its tensors; documents with their edges."""
     scale, window, sink, softcap, _ = options
     softcap2, inverse_cap = cap_factors(softcap)
     D0, D1 = split_head_dim(q.shape[-1])
     return {
         "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D0": D0, "D1": D1,
-        "q_offset": first_position(shard.q_offset, q.shape[1], k.shape[1]), "c_offset_ptr": shard.c_offset,
-        "CAUSAL": shard.causal, "SHIFT": shard.c_offset is not None, "window": window or 0, "sink": sink,
+        "q_offset": k.shape[1] - q.shape[1], "window": window or 0, "sink": sink,
         "SINK": sink > 0, "scale2": scale * LOG2_E, "softcap2": softcap2, "inverse_cap": inverse_cap,
         "CAP": cap_kind(softcap, q.dtype), "start_ptr": None if documents.edges is None else documents.edges[0],
         "STARTS": documents.edges is not None, "lower_ptr": documents.first_seen,
@@ -235,25 +222,21 @@ def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
 
 
 def launch_forward(
-    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
+    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *,
     residual: torch.Tensor | None = None, tile: Tile | None = None, out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
-    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. With a shard, lse2 merges
-    the parts: blocks of other devices' keys need no new kernel. residual, a tensor like o, is filled with the rounding
-    error of o; out, contiguous, becomes o; out_dtype is o's, q's if None: float32 for parts that are merged. Raises
-    ValueError for a q_offset below 0.
+    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, a tensor like
+    o, is filled with the rounding error of o; out, contiguous, becomes o.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
-    first_position(shard.q_offset, T, S)
-    o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device) if out is None else out
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device) if out is None else out
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse2
-    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
+    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False)
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     m, n = tile.block_m, tile.block_n
     relative = block_relative(c_hi, c_lo, n)
@@ -266,6 +249,6 @@ def launch_forward(
         **strides_of(q=q, k=k, v=v), SP=relative.shape[-1],
         together=walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), BM=m, BN=n,
         RESIDUAL=residual is not None, TMA=tma, ROWS=by_row,
-        **shared_arguments(q, k, options, documents, shard),
+        **shared_arguments(q, k, options, documents),
     )  # fmt: skip
     return o, lse2
