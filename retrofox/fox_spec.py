@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
@@ -101,6 +101,8 @@ class FoxSpec(FoxFields):
     Raises:
         ValueError: a field has a value outside the ones above, or no effect beside the others.
     """
+
+    preset: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in NUMBERS:

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from retrofox.data.sources import Text, as_source
+from retrofox.data.windows import documents
 from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
@@ -18,12 +21,6 @@ from retrofox.surgery import open_half_life
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-import numpy as np
-
-from retrofox.data.sources import Text, as_source
-from retrofox.data.windows import documents
 
 logger = logging.getLogger(__name__)
 DOCUMENTS = 4

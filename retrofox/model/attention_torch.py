@@ -48,24 +48,21 @@ def masked_attention(
 
     Returns: (B, T, H, DV); 0 for a query that sees nothing.
     """
-    own = None
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
-        own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
     high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
-    if own is None:  # a single query, the last
+    if mask is None:  # a single query, the last
         decay, lost = ((x[..., -1:] - x)[:, :, None] for x in (high, low))
     else:
+        mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
+        own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
         own = own.expand(*high.shape[:2], -1)
         decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
     decay = (decay + lost) * LN_2
-    gone = None if horizon is None else (decay <= -horizon)  # never the own key, whose decay is 0
     if mask is None:
         decay[..., :sink] = 0.0
     elif sink:
         decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
-    if gone is not None:
-        decay = decay.masked_fill(gone & (decay < 0.0), float("-inf"))
+    if horizon is not None:  # neither sinks nor the own key, whose decay is 0
+        decay = decay.masked_fill(decay <= -horizon, float("-inf"))
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf"))

@@ -50,12 +50,11 @@ class FoxFields:
     base: str | None = None
     base_revision: str | None = None
     version: str | None = None
-    preset: str | None = field(default=None, init=False, compare=False)
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> FoxFields:
         """The fields of a config's `fox` section; later versions' own fields are left out."""
-        known = {f.name for f in fields(FoxFields) if f.init}
+        known = {f.name for f in fields(FoxFields)}
         spec = FoxFields(**{name: value for name, value in values.items() if name in known})
         spec.layer_max_wavelength = {int(k): float(v) for k, v in spec.layer_max_wavelength.items()}
         spec.layer_pairs = {int(k): tuple(v) for k, v in spec.layer_pairs.items()}

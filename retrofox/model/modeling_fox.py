@@ -64,7 +64,7 @@ class AddedModule(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         for tensor in (*self.parameters(), *self.buffers()):
-            tensor.fill_(self.start)
+            init.constant_(tensor, self.start)  # leaves alone what transformers has loaded
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AddedModule:
         # model.to(bfloat16) and model.half() move these tensors but leave their dtype alone
@@ -132,9 +132,7 @@ class HeadNorm(AddedModule):
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        wide = states.float()
-        square = wide.square().mean(-1, keepdim=True)
-        return (wide * torch.rsqrt(square + self.eps) * self.gain).to(states.dtype)
+        return (F.rms_norm(states.float(), states.shape[-1:], eps=self.eps) * self.gain).to(states.dtype)
 
 
 class OutputGate(AddedModule):
@@ -187,9 +185,7 @@ def joined_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, hidd
     """
     batch, length = hidden_states.shape[:2]
     if cu_seqlens is not None:
-        inside = torch.ones(batch * length + 1, dtype=torch.bool, device=cu_seqlens.device)
-        inside[cu_seqlens[:-1].long()] = False
-        return inside[:-1].view(batch, length)
+        return _positions_in_documents(cu_seqlens, batch, length) > 0
     if attention_mask is None or not attention_mask.numel():
         return None
     if attention_mask.dim() == 2:
@@ -342,12 +338,9 @@ class RotaryFade(nn.Module):
 
     def set(self, spec: FoxFields) -> None:
         """Takes the fades of `spec`, whose `annealed_tokens` may have moved."""
-        self.take(fades(self.inv_freq, spec, self.layer_idx))
-
-    def take(self, faded: list[float]) -> None:
-        self.fade = faded
-        self.kept = all(f == 1.0 for f in faded)
-        self.gone = all(f == 0.0 for f in faded)
+        self.fade = fades(self.inv_freq, spec, self.layer_idx)
+        self.kept = all(f == 1.0 for f in self.fade)
+        self.gone = all(f == 0.0 for f in self.fade)
         self.skippable = self.gone and self.attention_scaling == 1.0  # applying the rotary would multiply by one
         self.derived = {}  # what is worked out from the fades once, by device
 
@@ -808,7 +801,6 @@ AttentionMaskInterface.register("fox", fox_mask)
 class FoxPreTrained:
     """Mixin of the Fox classes, beside their base's PreTrainedModel: float32 gates, one attention, own code on disk."""
 
-    _keep_in_fp32_modules_strict = NEW_MODULES
     _supports_attention_backend = False  # vLLM and SGLang would swap the attention function and drop the gates
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -843,11 +835,9 @@ class FoxPreTrained:
             raise ValueError(ignores_gates(requested_attention))
         return "fox"
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, AddedModule):
-            for tensor in (*module.parameters(), *module.buffers()):
-                init.constant_(tensor, module.start)  # leaves loaded tensors alone
+            module.reset()
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
@@ -877,15 +867,12 @@ def auto_map(model_type: str) -> dict[str, str]:
 def _install(model: Any, config: Any) -> None:
     """Puts a Fox attention of the native class in each decoder layer of a freshly built inner model."""
     spec = FoxFields.read(config.fox)
-    rotates_if = ROTATES_IF.get(config.model_type.removeprefix("fox_"))
+    rotates = ROTATES_IF.get(config.model_type.removeprefix("fox_"), lambda native: True)
+    layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     for layer in model.layers:
-        native = layer.self_attn
-        attention = attention_class(type(native))(config=config, layer_idx=native.layer_idx)
-        fade = None
-        if rotates_if is None or rotates_if(native):
-            layer_types = getattr(config, "layer_types", None)
-            layer_type = layer_types[native.layer_idx] if layer_types else None
-            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx)
+        native, number = layer.self_attn, layer.self_attn.layer_idx
+        attention = attention_class(type(native))(config=config, layer_idx=number)
+        fade = RotaryFade(model.rotary_emb, config, layer_types[number], spec, number) if rotates(native) else None
         attention.add_fox(config, spec, fade)
         layer.self_attn = attention
 
@@ -925,8 +912,8 @@ class FoxModelMixin(FoxPreTrained):
         cu_seqlens = _told_documents(cu_seqlens, kwargs)
         source: Any = input_ids if input_ids is not None else inputs_embeds
         batch, length = source.shape[:2]
-        hidden = _hidden_tokens(attention_mask, past, length)
         padded = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        hidden = _hidden_tokens(attention_mask, past, length) if padded else None  # type: ignore[arg-type]
         flat = attention_mask is None or padded
         if cu_seqlens is not None and (past or hidden is not None or not flat):
             raise ValueError("cu_seqlens (packed documents) excludes a mask that hides tokens and a filled cache")
@@ -976,10 +963,8 @@ def _bounds(starts: Tensor) -> Tensor:
     return F.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
-def _hidden_tokens(attention_mask: Any, past: int, length: int) -> Tensor | None:
-    """(B, T) bool: which of the newest T tokens a 2D mask hides; None where it hides none, or is no 2D mask."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        return None
+def _hidden_tokens(attention_mask: Tensor, past: int, length: int) -> Tensor | None:
+    """(B, T) bool: which of the newest T tokens a 2D mask hides; None where it hides none."""
     start = past if attention_mask.shape[1] >= past + length else attention_mask.shape[1] - length
     hidden = ~attention_mask[:, start : start + length].bool()
     return hidden if bool(hidden.any()) else None
@@ -993,14 +978,13 @@ def _document_starts(position_ids: Tensor, batch: int, hidden: Tensor | None) ->
     position_ids = position_ids.expand(batch, -1)
     restart = position_ids[:, 1:] <= position_ids[:, :-1]
     if hidden is not None:
-        restart = restart & ~hidden[:, 1:]
-        text = (~hidden).cumsum(1)
-        restart = restart & (text[:, :-1] > 0)  # a row's first token after its padding restarts nothing
+        begun = (~hidden).cumsum(1)[:, :-1] > 0
+        restart = restart & ~hidden[:, 1:] & begun  # a row's first token after its padding restarts nothing
     if not bool(restart.any()):
         return None
     if hidden is not None:
         ends = hidden[:, 1:] != hidden[:, :-1]
-        if bool((ends & ~hidden[:, 1:] & (text[:, :-1] > 0) & ~restart).any()):
+        if bool((ends & ~hidden[:, 1:] & begun & ~restart).any()):
             raise ValueError(
                 "attention_mask hides tokens within a packed document: leave them out, or give a 4D attention mask"
             )
