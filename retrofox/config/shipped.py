@@ -96,6 +96,9 @@ def copy(name: str, out: Path | None = None) -> Path:
         target = target / recipe.file.name
     if not target.parent.is_dir():
         target.parent.mkdir()  # one new directory, not the path to it
-    with open(target, "x", encoding="utf-8") as stream:
-        stream.write(recipe.text)
+    try:
+        with open(target, "x", encoding="utf-8") as stream:
+            stream.write(recipe.text)
+    except FileExistsError:
+        raise FileExistsError(f"{target} exists: remove it or name another file") from None
     return target

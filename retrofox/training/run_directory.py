@@ -137,8 +137,10 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     """Tokens per optimizer step of each stage of the run begun in OUTPUT; None where none was.
 
     Raises:
-        ValueError: it is another recipe's run.
+        ValueError: it is another recipe's run, or a model.
     """
+    if (out / "config.json").is_file():
+        raise ValueError(f"{out} is a model's directory, and a run needs one of its own: choose another `output`")
     file = out / "recipe.yaml"
     if not file.is_file():
         return None

@@ -51,7 +51,7 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     (tmp_path / "smollm2-lora.yaml").write_text("mine")
     code, _, err = run("recipes", "cp", "smollm2-lora")
     assert code == 2
-    assert "File exists: 'smollm2-lora.yaml'" in " ".join(err.split())
+    assert "smollm2-lora.yaml exists: remove it or name another file" in " ".join(err.split())
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
     assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
     assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"

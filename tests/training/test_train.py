@@ -78,6 +78,9 @@ def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
     changed = recipe.model_copy(update={"seed": 5})
     with pytest.raises(ValueError, match="holds another run: seed differ"):
         train(changed)
+    with pytest.raises(ValueError, match="is a model's directory"):
+        train(recipe.model_copy(update={"output": result["model"]}))
+    assert not (Path(result["model"]) / "recipe.yaml").exists()
 
 
 def test_three_stages_move_what_they_should(make_recipe):
