@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
     "horizon and sinks": {"half_life": (2.0, 30.0), "horizon": 3.0, "sink_tokens": 2},
     "no gate": {"gate": "none", "rope": "keep"},
+    "window": WINDOW,
 }
 
 
@@ -55,10 +56,10 @@ def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor
     return ours, theirs
 
 
-@pytest.mark.parametrize("spec", MODELS)
-def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec):
-    """Tokens of a pico model could agree by luck: so do logits, step by step, with padding."""
-    model, ids, mask = pico_fox(**MODELS[spec]), ids_of(2, 50), torch.ones(2, 50, dtype=torch.long)
+@pytest.mark.parametrize(("spec", "prompt"), [*((name, 50) for name in MODELS), ("window", 10)])
+def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec, prompt):
+    """Tokens of a pico model could agree by luck: so do logits, step by step, with padding, also within a window."""
+    model, ids, mask = pico_fox(**MODELS[spec]), ids_of(2, prompt), torch.ones(2, prompt, dtype=torch.long)
     mask[1, :7] = 0
     position_ids = (mask.cumsum(1) - 1).clamp_min(0)
     seen = []
@@ -75,7 +76,7 @@ def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu,
         whole = model(out, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=False).logits
     assert len(seen) == 23
     for n, logits in enumerate(seen):
-        torch.testing.assert_close(logits, whole[:, 50 + n], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, whole[:, prompt + n], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1.3}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}], ids=str)
