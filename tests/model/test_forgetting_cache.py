@@ -242,11 +242,12 @@ def test_generate_says_what_each_cache_takes(pico_fox, pico_tokenizer):
         generate(pico_fox(), ["a"], tokenizer=pico_tokenizer, cache="forgetting")
 
 
-def test_a_crop_within_a_page_is_exact_and_one_beyond_is_refused(pico_fox):
+@pytest.mark.parametrize("crop", [-15, 85], ids=["by 15", "to 85"])
+def test_a_crop_within_a_page_is_exact_and_one_beyond_is_refused(pico_fox, crop):
     model, ids, mask, cache = pico_fox(**SPEC), ids_of(1, 120), mask_of(1, 120), ForgettingCache()
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), (120,))
     logits(model, ids[:, :100], mask[:, :100], cache, (100,))
-    cache.crop(-15)
+    cache.crop(crop)
     with torch.no_grad():
         again = model(ids[:, 85:], attention_mask=mask, position_ids=torch.arange(85, 120)[None], **{CACHE: cache})
     torch.testing.assert_close(again.logits, wanted[:, 85:], atol=1e-4, rtol=1e-4)
