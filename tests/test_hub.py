@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import retrofox
 from retrofox.conversion.merge import probe_logits
@@ -469,6 +470,13 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     with pytest.raises(ValueError, match=r"lacks its code \(.*modeling_fox.py"):
         check_complete(converted)
     (converted / "modeling_fox.py").write_bytes(code)
+    file = next(converted.glob("*.safetensors"))
+    whole, weights = file.read_bytes(), load_file(file)
+    name = next(name for name in weights if name.endswith(("proj.weight", "norm.weight", "embed_tokens.weight")))
+    save_file({**weights, name: torch.full_like(weights[name], float("nan"))}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"NaN or infinity in {re.escape(name)}"):
+        check_complete(converted)
+    file.write_bytes(whole)
     config = json.loads((converted / "config.json").read_text())
     for fox in (None, {"ropee": "drop"}):
         (converted / "config.json").write_text(json.dumps({**config, "fox": fox}))
