@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
@@ -248,6 +249,27 @@ class FoxTrainer(Trainer):
                 checkpoint.rotate(root, self.run.recipe.checkpoint.keep)
         self.accelerator.wait_for_everyone()
         self.clock.restart(self.state.global_step)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Weights by the live model's names, as a resumed run loads them: a model's files split fused experts."""
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PeftModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            model.save_pretrained(str(output_dir), state_dict=state_dict, save_original_format=False)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises ValueError where a checkpoint has other tensors than the model: they would keep their first values."""
+        model: Any = self.model
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        missing = set(load_result.missing_keys)
+        loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
+        lost = [name for name in missing if name in tensors and tensors[name].data_ptr() not in loaded]  # but tied ones
+        if wrong := sorted({*lost, *load_result.unexpected_keys}):
+            raise ValueError(
+                f"the checkpoint has other tensors than the model ({wrong[0]}, {len(wrong)} in all), as an earlier "
+                "version or another transformers wrote it: delete the stage's checkpoints to train it again"
+            )
 
     def restore(self, directory: Path) -> None:
         """Loads a stage's last checkpoint where nothing is left to train."""

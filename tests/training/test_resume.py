@@ -14,13 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import retrofox
 import retrofox.training.train
 from retrofox.config import load_recipe
 from retrofox.training import checkpoint
 from retrofox.training.run_directory import batches_of, claim_output
 from retrofox.training.train import train
+from retrofox.training.trainer import FoxTrainer
+from tests import conftest
 
 
 @pytest.fixture
@@ -56,6 +62,30 @@ def test_an_interrupted_stage_ends_with_the_bits_of_an_uninterrupted_one(
     assert (resumed["loss_first"], resumed["loss_last"]) == (whole["loss_first"], whole["loss_last"])
     assert curve(tmp_path / "run", "kl") == curve(tmp_path / "whole", "kl")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("row", ["mixtral", "deepseek_v3"])
+def test_fused_experts_come_back_as_they_were_saved(
+    row, tmp_path, pico_tokenizer, write_recipe, stop_at, curve, weights
+):
+    """Files of these models have each expert's matrices apart, the live model has them in one tensor."""
+    extra = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "deepseek_v3": conftest.DEEPSEEK}[row]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(row, **{**conftest.PICO, **extra}))
+    retrofox.convert(model, fox=retrofox.FoxSpec()).save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+    recipe = write_recipe({}, model=str(tmp_path / "model"), checkpoint={"every_steps": 1, "keep": 9})
+    run(recipe, f"output={tmp_path / 'whole'}")
+    stop_at(load_recipe(recipe), 2)
+    assert run(recipe)["stages"][0]["resumed_at"] == 3
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    taken = next((tmp_path / "run").rglob("checkpoint-2/model.safetensors"))
+    tensors = {name: tensor for name, tensor in load_file(taken).items() if "experts" not in name}
+    other = SimpleNamespace(model=model)
+    result = model.load_state_dict(tensors, strict=False)
+    with pytest.raises(ValueError, match="other tensors than the model"):
+        FoxTrainer._issue_warnings_after_load(other, result)  # type: ignore[arg-type]
 
 
 def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recipe, tmp_path, monkeypatch, weights):
