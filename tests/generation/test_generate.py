@@ -78,6 +78,7 @@ def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(opened):
     assert torch.equal(torch.rand(3), untouched)
     assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=4)["token_ids"] == first
     assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=5)["token_ids"] != first
+    assert run(opened, PROMPTS, temperature=1.0, top_p=1e-6, seed=5)["token_ids"] == run(opened, PROMPTS)["token_ids"]
 
 
 def test_the_checkpoints_sampling_defaults_do_not_leak_in(opened):

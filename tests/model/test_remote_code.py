@@ -49,6 +49,11 @@ for where in sys.argv[1:]:
     mask[1, :5] = 0
     padded = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[1, 5:]
     assert torch.allclose(padded, model(tokens[1:, 5:]).logits[0], atol=1e-4)
+    holes = torch.ones_like(tokens)
+    holes[:, 5:8] = 0
+    unseen = torch.where(holes.bool(), tokens, tokens.flip(1))
+    after = [model(ids, attention_mask=holes).logits[:, 8:] for ids in (tokens, unseen)]
+    assert torch.allclose(*after, atol=1e-5)
     model.train()(tokens, labels=tokens).loss.backward()
     half = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, dtype=torch.bfloat16)
     kinds = {p.dtype for n, p in half.named_parameters() if "forget_gate" in n}
