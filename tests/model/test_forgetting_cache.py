@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,3 +311,14 @@ def test_another_mode_or_mask_than_it_forgot_in_is_refused(pico_fox):
         mask[0, 98] = 0
         with pytest.raises(ValueError, match=r"takes left padding and no other mask: .*cache_implementation"):
             model(ids[:, 100:], attention_mask=mask, **{CACHE: cache})
+
+
+def test_what_is_freed_is_decided_in_the_precision_of_the_sums():
+    """Sums of two floats: far into a text, 2^25 and more, the first of the two has steps of four."""
+    fallen = -(2.0**25) - torch.arange(200, dtype=torch.float64)[None, None]
+    high = fallen.float()
+    halves = high, (fallen - high.double()).float()
+    group = SimpleNamespace(cumulative=lambda: halves)
+    layer = SimpleNamespace(_heads=lambda group: 1)
+    start = ForgettingLayer._starts(layer, group, 0, 200, 30.5 / forgetting_cache.LOG2_E)  # type: ignore[arg-type]
+    assert start.tolist() == [200 - 1 - 30]
