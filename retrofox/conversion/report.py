@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from retrofox.conversion.card import described
 from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import size
+from retrofox.support.report import progress_bar
 from retrofox.surgery import Plan
 
 
@@ -80,14 +80,13 @@ def _exemption(tokens: Sequence[int]) -> str:
 
 @contextmanager
 def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with ETA for the bytes of the weights; gives the function to feed it with."""
-    columns = (
-        TextColumn("copying weights"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("", total=None, visible=False)  # until heads are measured
-        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+    """Progress with time left for the bytes of the weights; gives the function to feed it with."""
+    with progress_bar("MB", not quiet) as bar:
+
+        def feed(done: int, total: int) -> None:
+            if not bar.tasks:  # begins here, after heads are measured
+                bar.add_task("copying weights", total=total / 1e6)
+            task = bar.tasks[0]
+            bar.advance(task.id, done / 1e6 - task.completed)
+
+        yield feed

@@ -24,7 +24,7 @@ from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.report import environment
+from retrofox.support.report import duration, environment
 
 
 def report(
@@ -141,7 +141,7 @@ def _run_all(
     console = _console()
     done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
     for name, entry in done.items():
-        console.print(f"{name}: kept from before ({_duration(entry['seconds'])})")
+        console.print(f"{name}: kept from before ({duration(entry['seconds'])})")
     waiting = [part for part in parts if part.name not in done]
     for number, part in enumerate(waiting, 1):
         left = _left(waiting[number - 1 :], done.values())
@@ -164,14 +164,7 @@ def _left(waiting: Sequence[Part], done: Any) -> str:
     if not (timed and tokens):
         return ""
     seconds = tokens * sum(entry["seconds"] for entry in timed) / sum(entry["tokens"] for entry in timed)
-    return f"; about {_duration(seconds)}{'' if all(part.tokens for part in waiting) else ' and the tasks'} left"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"; about {duration(seconds)}{'' if all(part.tokens for part in waiting) else ' and the tasks'} left"
 
 
 def _console() -> Console:

@@ -1,4 +1,4 @@
-"""For every report: the environment that its numbers depend on, and a progress bar while they are made."""
+"""For every report: the environment that its numbers depend on, and progress while they are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from retrofox.support.files import nearest_existing, why_unwritable, write_result
@@ -97,8 +105,10 @@ def print_table(
 
 
 def progress_bar(unit: str, enabled: bool) -> Progress:
-    """A progress bar on stderr with count, time spent and time left; nothing where stderr is a file or a pipe."""
+    """A bar on stderr with count, time spent and time left; where stderr is a file or a pipe, a line a minute."""
     console = Console(stderr=True)
+    if enabled and not (console.is_terminal or console.is_jupyter):
+        return _LineAMinute(unit)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -108,9 +118,36 @@ def progress_bar(unit: str, enabled: bool) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
-        disable=not (enabled and (console.is_terminal or console.is_jupyter)),
+        disable=not enabled,
         transient=True,
     )
+
+
+class _LineAMinute(Progress):
+    """Counts as a bar does, and draws none."""
+
+    def __init__(self, unit: str):
+        super().__init__(disable=True)
+        self.unit, self.told = unit, self.get_time()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        task = self._tasks[task_id]
+        if self.get_time() - self.told < 60 or not (task.total and task.completed and task.elapsed):
+            return
+        self.told = self.get_time()
+        left = task.elapsed * (task.total - task.completed) / task.completed
+        count = f"{task.completed:,.0f} of {task.total:,.0f} {self.unit}"
+        line = f"{task.description}: {count}, {duration(task.elapsed)} so far, about {duration(left)} left"
+        print(line, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 2 h 5 min, 3 min 20 s, 12 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _cpu_name() -> str:
