@@ -59,8 +59,16 @@ def choose(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, backend: str = "au
 
 
 def announce(backend: str, reason: str) -> None:
-    """Print a choice to stderr the first time; the same reason with other numbers in it is not printed again."""
+    """Print a choice that is not this machine's usual to stderr, once: not again for other numbers in its reason."""
     kind = backend, NUMBER.sub("", reason)
     if kind not in _announced:
         _announced.add(kind)
-        print(f"fox_kernels: backend {backend} ({reason})", file=sys.stderr)
+        if backend != usual():
+            print(f"fox_kernels: backend {backend} ({reason})", file=sys.stderr)
+
+
+def usual() -> str:
+    """Return what a machine should run: "gluon" on a Hopper, "triton" on other GPUs, "chunked" without one."""
+    if not torch.cuda.is_available():
+        return "chunked"
+    return "gluon" if torch.cuda.get_device_capability()[0] == 9 else "triton"

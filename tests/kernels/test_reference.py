@@ -248,10 +248,11 @@ def test_nan_of_a_query_or_a_gate_reaches_what_depends_on_it_alone(operator, hor
             assert float(others.abs().max()) < 1e-6
 
 
-def test_a_choice_is_said_once_whatever_the_numbers_in_its_reason(capsys):
+def test_a_choice_is_said_once_whatever_the_numbers_in_its_reason(monkeypatch, capsys):
     q, k, v, log_f = (x.detach() for x in doubles())
     assert choose(q, k, v, log_f)[0] == "chunked"
     assert choose(q, k, v, log_f, backend="reference") == ("reference", "asked for")
+    monkeypatch.setattr(choose_backend, "usual", lambda: "gluon")
     choose_backend._announced.clear()
     for queries in (1, 2, 57, 63):
         forgetting_attention(q, k, v, log_f, backend="reference")
@@ -263,6 +264,17 @@ def test_a_choice_is_said_once_whatever_the_numbers_in_its_reason(capsys):
         "fox_kernels: backend triton (CUDA tensors; not gluon: 1 queries are less than its tile of 64)",
     ]
     assert len(said) == 3
+
+
+@pytest.mark.parametrize(("major", "silent"), [(None, "chunked"), (8, "triton"), (9, "gluon"), (12, "triton")])
+def test_what_the_machine_should_run_is_not_said(major, silent, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    choose_backend._announced.clear()
+    for backend in ("chunked", "triton", "gluon"):
+        choose_backend.announce(backend, "why")
+    said = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == [backend for backend in ("chunked", "triton", "gluon") if backend != silent]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
