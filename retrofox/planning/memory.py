@@ -8,8 +8,8 @@ width f and numbers of n bytes (2 in bfloat16),
 bytes: inputs of both norms, of q, k, v and of the MLP; q, k, v and the attention's output, once more as o_proj reads
 it; gate, up, SiLU and product; sums of log f and of the softmax. One that is recomputed takes n d, its input, and in
 its backward the above and two gradients as wide as the MLP. The peak is the largest of four moments: at the logits, in
-the backward of the last layer, in that of the first, in the optimizer's step. It is within 10 % of the runs that
-`tests/planning/test_memory.py` compares.
+the backward of the last layer, in that of the first, in the optimizer's step. It is within 10 % of the training runs in
+benchmarks/, which `tests/planning/test_memory.py` compares.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _layer(shape: Shape, stage: Stage, tokens: int, number: int, adapts: bool) -
     hidden, inner = number * shape.hidden, number * shape.width
     outputs = 5 if shape.converted and not adapts and stage.objective != "align" else 4
     attention = outputs * hidden + number * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    attention += (24 if shape.converted else 4) * shape.heads
+    attention += number * shape.pro_kept + (24 if shape.converted else 4) * shape.heads
     if stage.objective == "align":  # the MLPs only pass through
         return float(tokens * attention), tokens * float(attention + 4 * inner), float(tokens * 4 * inner)
     tile = tile_tokens(shape, stage)

@@ -83,6 +83,7 @@ class Shape:
         used: parameters of a layer that a token is multiplied with.
         gates: parameters of a layer's gate, (weights, biases); (0, 0) without one.
         pro: parameters of a layer's Pro parts.
+        pro_kept: numbers per token that they keep in a layer for the backward.
         embedding, head: parameters; a tied head has 0.
     """
 
@@ -103,6 +104,7 @@ class Shape:
     head: int
     gates: tuple[int, int] = (0, 0)
     pro: int = 0
+    pro_kept: int = 0
     matrices: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -181,6 +183,7 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
     gates = (0, 0)
     if spec is not None and spec.gate != "none":
         gates = (heads_of_gates * hidden if spec.gate == "data" else 0, 0 if spec.gate == "fixed" else heads_of_gates)
+    pro, pro_kept = (0, 0) if spec is None else _pro(spec, hidden, heads, kv_heads, out_dim, bool(family.qk_norm))
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -198,7 +201,8 @@ def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | No
         embedding=embedding,
         head=head,
         gates=gates,
-        pro=0 if spec is None else _pro(spec, hidden, heads, kv_heads, out_dim, bool(family.qk_norm)),
+        pro=pro,
+        pro_kept=pro_kept,
         matrices={**projections, **matrices},
     )
 
@@ -252,12 +256,17 @@ def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     return (window if everywhere else None,) * layers
 
 
-def _pro(spec: FoxSpec, hidden: int, heads: int, kv_heads: int, head_dim: int, has_qk_norm: bool) -> int:
+def _pro(spec: FoxSpec, hidden: int, heads: int, kv_heads: int, head_dim: int, has_qk_norm: bool) -> tuple[int, int]:
+    """(parameters, numbers kept per token) of one layer's Pro parts: inputs of norms and shifts, a gate's logits."""
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    both = 0 if has_qk_norm else queries + keys
     sizes = {
-        "qk-norm": 0 if has_qk_norm else (heads + kv_heads) * head_dim,
-        "output-norm": heads * head_dim,
-        "output-gate": heads * head_dim * hidden,
-        "k-shift": kv_heads * (hidden + 1),
-        "v-shift": kv_heads * (hidden + 1),
+        "qk-norm": (both, both),
+        "output-norm": (queries, 0),
+        "output-gate": (queries * hidden, queries),
+        "k-shift": (kv_heads * (hidden + 1), keys),
+        "v-shift": (kv_heads * (hidden + 1), keys),
     }
-    return sum(sizes.get(part, 0) for part in spec.pro)
+    found = [sizes[part] for part in spec.pro if part in sizes]
+    edited = queries if {"output-norm", "output-gate"} & set(spec.pro) else 0  # the output before and after both
+    return sum(parameters for parameters, _ in found), edited + sum(kept for _, kept in found)
