@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,20 @@ def sliding_window(attention: Any) -> int | None:
 def exempt_tokens(attention: Any) -> int:
     """First tokens of a document that never decay: `sink_tokens`, or 0 under a sliding window, which drops them."""
     return attention.sink_tokens if sliding_window(attention) is None else 0
+
+
+def reach(attention: Any) -> int | None:
+    """Tokens that a layer's queries see at most, themselves included, sink tokens aside; None where nothing bounds it.
+
+    d tokens back a key of a bounded gate has decayed by d ln 2 / max_half_life nats at least, and is masked from the
+    horizon on. One more token is room for rounding.
+    """
+    gate = attention.forget_gate
+    least = 0.0 if gate is None or not gate.bounds else min(gate.bounds)
+    if attention.horizon is None or least == 0.0:
+        return sliding_window(attention)
+    seen = math.ceil(attention.horizon / least) + 1
+    return min(seen, sliding_window(attention) or seen)
 
 
 def cached_heads(attention: Any) -> tuple[int, int]:

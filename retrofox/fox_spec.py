@@ -85,6 +85,9 @@ class FoxSpec(FoxFields):
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
             else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8). A time constant T of
             the FoX paper, f = exp(-1/T), is a half-life of T ln 2.
+        max_half_life: tokens: heads that are not open forget at least this fast, whatever the text says, log f =
+            log sigmoid(w_f . x + b_f) - ln 2 / max_half_life. With a horizon, a layer without open heads then sees no
+            key beyond horizon * max_half_life / ln 2 tokens (`retrofox.anatomy.reach`). None = no bound.
         open_heads: kv heads that start open, with a half-life of 128 times the base's length, and that a budget
             spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
             in a text.
@@ -195,11 +198,11 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     if rope != "anneal":
         idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
     if init == "open":
-        idle |= dict.fromkeys(("half_life", "open_heads", "horizon"), "init")
+        idle |= dict.fromkeys(("half_life", "max_half_life", "open_heads", "horizon"), "init")
     if init == "alibi":
         idle["half_life"] = "init"
     if gate == "none":
-        starts = ("half_life", "open_heads", "init", "gate_heads")
+        starts = ("half_life", "max_half_life", "open_heads", "init", "gate_heads")
         idle |= dict.fromkeys((*starts, "sink_tokens", "horizon"), "gate")
     return idle
 

@@ -139,7 +139,7 @@ class Projections:
         wq, wk, wv = (linear.weight for linear in linears)
         made = entry(hidden_states, wq, wk, wv, bias, weight, shift, cos, sin, module.head_dim)
         self._q, self._k, self._v, log_f = made
-        log_f = log_f[..., ::group]
+        log_f = gates.bounded(log_f[..., ::group])
         if gates.record:
             gates.last_log_f = log_f.detach()
         for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`

@@ -153,6 +153,8 @@ def _gates(spec: FoxSpec) -> str:
         text += f", half-lives of {spec.half_life[0]:.0f} to {spec.half_life[1]:.0f} tokens at first"
     if spec.init == "measured":
         text += ", by measured attention distance"
+    if spec.max_half_life is not None:
+        text += f", never over {spec.max_half_life:g} tokens"
     opened = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
     return text + (f"; {opened} kv heads start open" if opened else "")
 

@@ -70,6 +70,7 @@ def set_measured(model: PreTrainedModel, plan: Plan, tokenizer: Any, texts: Sequ
     for (_, attention), half_lives in zip(attentions(model), start.half_lives, strict=True):
         bias = attention.forget_gate.bias  # type: ignore[union-attr]
         bias.data.copy_(torch.tensor([bias_from_half_life(x) for x in half_lives]))
+        attention.bound_gates(plan.spec)
     return start
 
 

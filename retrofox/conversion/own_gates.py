@@ -236,6 +236,7 @@ def _refuse_for_fla(source: str | Path, model: Any, spec: FoxSpec) -> None:
         f"sink_tokens {spec.sink_tokens}": spec.sink_tokens != 0,
         f"log_n {spec.log_n}": spec.log_n is not None,
         f"horizon {spec.horizon}": spec.horizon is not None,
+        f"max_half_life {spec.max_half_life}": spec.max_half_life is not None,
         **{f"pro {part}": True for part in spec.pro if part not in ("qk-norm", "output-gate", OFFICIAL)},
         f"qk-norm with an eps other than {QK_NORM_EPS}": any(norm.eps != QK_NORM_EPS for norm in norms),
     }

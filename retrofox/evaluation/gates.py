@@ -92,7 +92,7 @@ def inspect(
     trained = int(opened.model.config.max_position_embeddings)
     gates = {n: attention.forget_gate for n, (_, attention) in enumerate(attentions(opened.model))}
     gates = {layer: gate for layer, gate in gates.items() if gate is not None}
-    decay = {layer: -functional.logsigmoid(gate.bias.detach().double()).cpu() for layer, gate in gates.items()}
+    decay = {n: -gate.bounded(functional.logsigmoid(gate.bias.detach().double())).cpu() for n, gate in gates.items()}
     windows: list[Window] = []
     if data:
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)

@@ -42,6 +42,7 @@ class FoxFields:
     gate_heads: str = "query"
     init: str = "slopes"
     half_life: tuple[float, float] | None = None
+    max_half_life: float | None = None
     open_heads: int | tuple[tuple[int, int], ...] = 0
     sink_tokens: int = 1
     pro: tuple[str, ...] = ()

@@ -87,7 +87,7 @@ class ForgetGate(AddedModule):
 
     Shapes: x (B, T, hidden) any float dtype -> log_f (B, T, H) float32, natural log, <= 0; H gates, see `gate_heads`.
     Parameters (float32): weight (H, hidden) for gate="data"; bias (H,), a frozen buffer for gate="fixed". They start at
-    0, f = 1/2, as in the paper; a conversion starts the bias where `FoxSpec.init` says.
+    0, f = 1/2, as in the paper; a conversion starts the bias where `FoxSpec.init` says. bounds: nats a token, (H,).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
     """
 
@@ -103,9 +103,19 @@ class ForgetGate(AddedModule):
         else:
             self.bias = zeros(num_heads)
         self.record, self.last_log_f = False, None  # of the last call, where a log asks for it
+        self.bounds: list[float] | None = None
+        self.derived: dict[Any, Tensor] = {}  # the bounds by device
+
+    def bounded(self, log_f: Tensor) -> Tensor:
+        """log f (..., H) less the bounds: no half-life is longer than `max_half_life`."""
+        if self.bounds is None:
+            return log_f
+        if log_f.device not in self.derived:
+            self.derived[log_f.device] = torch.tensor(self.bounds, dtype=torch.float32, device=log_f.device)
+        return log_f - self.derived[log_f.device]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        log_f = self.log_f(hidden_states)
+        log_f = self.bounded(self.log_f(hidden_states))
         if self.record:
             self.last_log_f = log_f.detach()
         return log_f
@@ -658,6 +668,7 @@ class FoxMixin(nn.Module):
         gates = kv_heads if spec.gate_heads == "kv" else heads
         self.num_fox_heads, self.heads_per_gate = heads, heads // gates
         self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, gates, spec)
+        self.bound_gates(spec)
         eps, parts = getattr(config, "rms_norm_eps", 1e-6), spec.pro
         norm = "qk-norm" in parts and not hasattr(self, "q_norm")  # a family's own QK-norm takes its place
         official = "official" in parts
@@ -668,6 +679,14 @@ class FoxMixin(nn.Module):
         self.output_norm = HeadNorm(heads, width, eps) if "output-norm" in parts else None
         self.output_gate = OutputGate(hidden, heads, width) if "output-gate" in parts else None
         self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))
+
+    def bound_gates(self, spec: FoxFields) -> None:
+        """Gives the gates of heads that are not open the bound that `max_half_life` sets."""
+        gate = self.forget_gate
+        if gate is not None and spec.max_half_life is not None:
+            named = [] if isinstance(spec.open_heads, int) else [tuple(head) for head in spec.open_heads]
+            group, per_token = len(gate.bias) // self.config.num_key_value_heads, math.log(2.0) / spec.max_half_life
+            gate.bounds = [per_token * ((self.layer_idx, h // group) not in named) for h in range(len(gate.bias))]
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,

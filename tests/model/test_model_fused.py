@@ -39,7 +39,13 @@ CASES: dict[str, tuple[str, dict, dict, str, list[str]]] = {
     "hooked": ("llama", {}, PARTIAL, "hooked", ["gate", "rotary"]),
     "gates hooked": ("llama", {}, PARTIAL, "gates hooked", ["entry"]),
     "gates of kv heads": ("llama", {}, {**PARTIAL, "gate_heads": "kv"}, "plain", ["entry"]),
-    "gates of kv heads hooked": ("llama", {}, {**PARTIAL, "gate_heads": "kv"}, "gates hooked", ["entry"]),
+    "gates of kv heads hooked": (
+        "llama",
+        {},
+        {**PARTIAL, "gate_heads": "kv", "max_half_life": 64},
+        "gates hooked",
+        ["entry"],
+    ),
     "frozen": ("llama", {}, PARTIAL, "frozen", ["entry"]),
 }
 
