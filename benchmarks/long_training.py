@@ -141,7 +141,7 @@ class Bench:
         set_trainable(self.model, stage, adapters=recipe.lora is not None)
         # a step before the timed one loads kernels and makes the optimizer's state
         steps = 1 if options.once else 2
-        flops = flops_per_token(shape_of(causal_lm(self.model).config.to_dict()), recipe, stage)
+        flops = flops_per_token(shape_of(causal_lm(self.model).config.to_dict()), recipe.lora, stage)
         speed = self.flops_per_second or (GUESS * (here().flops or 1e11))
         estimate = steps * 1.15 * flops * stage.sequence_length / speed
         if estimate > self.left():

@@ -8,6 +8,7 @@ from retrofox.config.reading import dump as dump
 from retrofox.config.reading import load_recipe as load_recipe
 from retrofox.config.reading import schema as schema
 from retrofox.config.reading import validate as validate
+from retrofox.config.recipe import CheckpointConfig as CheckpointConfig
 from retrofox.config.recipe import DataConfig as DataConfig
 from retrofox.config.recipe import LoraConfig as LoraConfig
 from retrofox.config.recipe import ParallelConfig as ParallelConfig

@@ -25,7 +25,7 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, finished shards kept.
     """
     with Interruptions("finished token shards are kept"):
-        tokens = prepare_data(recipe.data, recipe_tokenizer(recipe), progress)
+        tokens = prepare_data(recipe.data, recipe_tokenizer(recipe.data.tokenizer, recipe.model), progress)
     train = tokens.train.summary()
     packed = [PackedDataset(tokens.train, length) for length in sorted({s.sequence_length for s in recipe.stages})]
     train["windows"] = {

@@ -42,6 +42,8 @@ def set_rope_config(config: Any, scaling: Mapping[str, Any] | None = None, theta
     Raises:
         ValueError: the config has no RoPE parameters, or its RoPE is scaled already.
     """
+    if scaling is None and theta is None:
+        return False
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         raise ValueError(f"a {config.model_type} model has no rotary embedding that can be scaled")

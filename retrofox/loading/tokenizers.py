@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from retrofox.config import Recipe
 from retrofox.loading.adapter import base_of
 from retrofox.loading.configs import any_config
 from retrofox.loading.errors import first_line
@@ -85,10 +84,9 @@ def open_tokenizer(source: str) -> Any:
     return _required(source, "put the tokenizer files beside the model")
 
 
-def recipe_tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer that a recipe's texts are read with; raises ValueError where there is none."""
-    name = recipe.data.tokenizer or recipe.model
-    return _required(name, "set data.tokenizer to a Hub id or directory that has one")
+def recipe_tokenizer(tokenizer: str | None, model: str) -> Any:
+    """The tokenizer that a recipe's texts are read with, its model's by default; ValueError where there is none."""
+    return _required(tokenizer or model, "set data.tokenizer to a Hub id or directory that has one")
 
 
 def _required(source: str, remedy: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from retrofox.config import Recipe, Stage
+from retrofox.config import LoraConfig, Stage
 from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import Shape
 
@@ -41,7 +41,7 @@ class Hours(NamedTuple):
     file: str
 
 
-def flops_per_token(shape: Shape, recipe: Recipe, stage: Stage) -> float:
+def flops_per_token(shape: Shape, lora: LoraConfig | None, stage: Stage) -> float:
     """Operations per training token, without what recomputation adds: the log's MFU counts by it, too.
 
     A product with n parameters costs 2n forward, 2n for its input's gradient and 2n for its own where it is trained;
@@ -56,19 +56,21 @@ def flops_per_token(shape: Shape, recipe: Recipe, stage: Stage) -> float:
     forward = 2 * matrices + attention
     if stage.objective == "align":
         return forward + 4.0 * shape.layers * shape.attention + 3 * attention
-    if recipe.lora is None:
+    if lora is None:
         trained = matrices if stage.rate("rest") else 0.0
         training = forward + 2 * matrices + 2 * trained + 2 * attention
     else:
-        training = forward + 2 * matrices + 6.0 * sum(adapter_parameters(shape, recipe).values()) + 2 * attention
+        training = forward + 2 * matrices + 6.0 * sum(adapter_parameters(shape, lora).values()) + 2 * attention
     return training + (forward if stage.objective == "distill" else 0.0)
 
 
-def hours_of(shape: Shape, recipe: Recipe, stage: Stage, tokens: int, peak: float, gpus: int, sharding: str) -> Hours:
+def hours_of(
+    shape: Shape, lora: LoraConfig | None, stage: Stage, tokens: int, peak: float, gpus: int, sharding: str
+) -> Hours:
     """Hours of `tokens` training tokens on GPUs of this peak, at the shares of it that the nearest run reached."""
     objective = "extend" if stage.objective == "adapt" else stage.objective
     rows = [row for row in REACHED if row.objective == objective]
-    rows = [row for row in rows if row.adapts == (recipe.lora is not None)] or rows
+    rows = [row for row in rows if row.adapts == (lora is not None)] or rows
     found = min(rows, key=lambda row: abs(math.log(row.parameters / shape.parameters)))
-    ideal = tokens * flops_per_token(shape, recipe, stage) / (peak * gpus) / 3600
+    ideal = tokens * flops_per_token(shape, lora, stage) / (peak * gpus) / 3600
     return Hours(ideal / found.high, ideal / found.low / (SHARED[sharding] if gpus > 1 else 1.0), found.file)

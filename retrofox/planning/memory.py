@@ -15,9 +15,10 @@ benchmarks/, which `tests/planning/test_memory.py` compares.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from retrofox.config import Recipe, Stage, TaughtStage
+from retrofox.config import LoraConfig, Recipe, Stage, TaughtStage
 from retrofox.planning.shape import Shape, products
 from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, tokens_per_step
 
@@ -47,26 +48,25 @@ class Setting(NamedTuple):
         return 1 if self.sharding == "ddp" else self.gpus
 
 
-def trained_parameters(shape: Shape, recipe: Recipe, stage: Stage) -> dict[str, int]:
+def trained_parameters(shape: Shape, lora: LoraConfig | None, stage: Stage) -> dict[str, int]:
     """Role -> parameters that a stage trains; at most so many where `trainable` chooses among them."""
     counts = {"gate_bias": shape.gates[1], "gate_weight": shape.gates[0], "pro": shape.pro}
     counts = {role: shape.layers * count for role, count in counts.items()}
-    if recipe.lora is None:
+    if lora is None:
         inside = shape.layers * shape.attention
         counts |= {"attention": inside, "rest": shape.base - inside}
     else:
-        counts |= adapter_parameters(shape, recipe)
+        counts |= adapter_parameters(shape, lora)
     return {role: count for role, count in counts.items() if count and stage.rate(role) > 0}
 
 
-def adapter_parameters(shape: Shape, recipe: Recipe) -> dict[str, int]:
-    """Role -> parameters of the recipe's adapters."""
-    assert recipe.lora is not None
-    found, targets = {"attention": 0, "rest": 0}, recipe.lora.targets
+def adapter_parameters(shape: Shape, lora: LoraConfig) -> dict[str, int]:
+    """Role -> parameters of the adapters."""
+    found, targets = {"attention": 0, "rest": 0}, lora.targets
     for name, (inputs, outputs) in shape.matrices.items():
         if targets == "all-linear" or any(fnmatch.fnmatch(name, target) for target in targets):
             role = "rest" if name in ("gate_proj", "up_proj", "down_proj") else "attention"
-            one = recipe.lora.rank * (inputs + outputs) + (outputs if recipe.lora.dora else 0)
+            one = lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
             found[role] += shape.layers * one
     return found
 
@@ -77,17 +77,28 @@ def recomputed(stage: Stage, layers: int) -> int:
     return {"none": 0, "full": layers}[which] if isinstance(which, str) else -(-layers // which)
 
 
-def has_teacher(recipe: Recipe, stage: Stage) -> bool:
-    """Whether the original is there as a second model: where the stage learns from weights that have moved."""
-    if not isinstance(stage, TaughtStage) or recipe.lora is not None:
+def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
+    """Whether the original is there as a second model: where the stage learns from weights that have moved.
+
+    Args:
+        adapts: the recipe has adapters, which leave the pretrained weights as they are.
+    """
+    if not isinstance(stage, TaughtStage) or adapts:
         return False
-    return any(each.rate("attention") > 0 or each.rate("rest") > 0 for each in (*_before(recipe, stage), stage))
+    return moves_weights([stage]) or moves_weights(before(stage, stages))
 
 
-def _before(recipe: Recipe, stage: Stage) -> list[Stage]:
-    """Stages before this one that move weights away from the original; none where a recipe lacks this very stage."""
-    places = [place for place, other in enumerate(recipe.stages) if other is stage]
-    return [other for other in recipe.stages[: places[0] if places else 0] if other.objective != "adapt"]
+def before(stage: Stage, stages: Sequence[Stage]) -> Sequence[Stage]:
+    """Stages before this very one; none where it isn't among them."""
+    places = [place for place, other in enumerate(stages) if other is stage]
+    return stages[: places[0] if places else 0]
+
+
+def moves_weights(stages: Sequence[Stage]) -> bool:
+    """Whether one of these stages moves pretrained weights away from the original; adapt trains the original itself."""
+    return any(
+        stage.objective != "adapt" and (stage.rate("attention") > 0 or stage.rate("rest") > 0) for stage in stages
+    )
 
 
 def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
@@ -95,7 +106,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     number = 4 if recipe.precision == "fp32" else 2
     lora, adapts = recipe.lora, recipe.lora is not None
     tokens = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
-    trained = sum(trained_parameters(shape, recipe, stage).values())
+    trained = sum(trained_parameters(shape, lora, stage).values())
     readers = max(1, on.gpus // recipe.parallel.context)
     micro_batches = tokens_per_step(stage, readers) // (stage.micro_batch * stage.sequence_length * readers)
     learns_head = not adapts and stage.rate("rest") > 0 and stage.objective != "align"
@@ -110,8 +121,8 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     optimizer = float(STATE_BYTES.get(recipe.optim, 8)) * trained / on.shards
     shared: dict[str, float] = {
         "weights": weights / on.shards,
-        "teacher": float(number * shape.base) if has_teacher(recipe, stage) else 0.0,
-        "optimizer": 0.0 if is_paged(recipe) and on.cuda else optimizer,
+        "teacher": float(number * shape.base) if has_teacher(stage, recipe.stages, adapts) else 0.0,
+        "optimizer": 0.0 if is_paged(recipe.optim) and on.cuda else optimizer,
     }
 
     # numbers that autocast makes of float32 weights, or FSDP2 of its parts
@@ -186,9 +197,9 @@ def logit_rows(shape: Shape, stage: Stage, cuda: bool) -> int:
     return max(64, rows // 4) if stage.objective == "distill" else rows
 
 
-def is_paged(recipe: Recipe) -> bool:
+def is_paged(optim: str) -> bool:
     """Whether the optimizer's state is in CPU memory where the GPU's is short: bitsandbytes' paged optimizers."""
-    return recipe.optim.startswith("paged")
+    return optim.startswith("paged")
 
 
 def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
@@ -199,7 +210,7 @@ def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[
         rows = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
         gone = max(0, recomputed(stage, shape.layers) - 2)
         found["activations"] = float(gone * number * rows * shape.hidden)
-    if is_paged(recipe) and on.cuda:
-        trained = sum(trained_parameters(shape, recipe, stage).values())
+    if is_paged(recipe.optim) and on.cuda:
+        trained = sum(trained_parameters(shape, recipe.lora, stage).values())
         found["optimizer"] = float(STATE_BYTES.get(recipe.optim, 8)) * trained
     return found

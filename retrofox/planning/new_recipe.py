@@ -133,7 +133,7 @@ def _text(choice: Choice, shape: Shape, on: Hardware) -> str:
     needed = sum(memory(shape, recipe, stage, setting).values())
     hours, file = "unknown", "for this device"
     if on.flops is not None:
-        found = hours_of(shape, recipe, stage, stage.tokens, on.flops, setting.gpus, setting.sharding)
+        found = hours_of(shape, recipe.lora, stage, stage.tokens, on.flops, setting.gpus, setting.sharding)
         hours, file = (
             f"{found.low:.1f} to {found.high:.1f} hours",
             f"by the shares of the peak in benchmarks/{found.file}",

@@ -127,10 +127,10 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
     batch_tokens = tokens_per_step(stage, max(1, setting.gpus // recipe.parallel.context))
     steps = count_steps(stage, batch_tokens)
     tokens = steps * batch_tokens
-    trained = trained_parameters(shape, recipe, stage)
+    trained = trained_parameters(shape, recipe.lora, stage)
     hours = None
     if on.flops is not None:
-        hours = hours_of(shape, recipe, stage, tokens, on.flops, setting.gpus, setting.sharding)
+        hours = hours_of(shape, recipe.lora, stage, tokens, on.flops, setting.gpus, setting.sharding)
     return {
         "objective": stage.objective,
         "tokens": tokens,
@@ -156,7 +156,7 @@ def changes_that_fit(
     shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting
 ) -> dict[str, Any] | None:
     """The cheapest switches with which a stage fits; {} where it fits as it is, None where none make it."""
-    free = {key: value for key, value in SWITCHES.items() if _can_change(key, shape, recipe, stage, setting)}
+    free = {key: value for key, value in SWITCHES.items() if _can_change(key, shape, stage, setting)}
     cost = {key: 1 << list(SWITCHES).index(key) for key in free}
     sets: list[dict[str, Any]] = [{}]
     for key, value in free.items():
@@ -170,7 +170,7 @@ def changes_that_fit(
     return None
 
 
-def _can_change(key: str, shape: Shape, recipe: Recipe, stage: Stage, setting: Setting) -> bool:
+def _can_change(key: str, shape: Shape, stage: Stage, setting: Setting) -> bool:
     if getattr(stage, key) == SWITCHES[key]:
         return False
     if key == "tiled_mlp":
@@ -239,7 +239,7 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
     trained = [sum(group["parameters"] for group in stage["groups"]) for stage in stages]
     sizes = [4 * (count if lora else parameters) + per_state * count for count in trained]
     counts = [
-        min(keep, -(-stage["steps"] // save_steps(recipe, planned, stage["steps"])))
+        min(keep, -(-stage["steps"] // save_steps(recipe.checkpoint, planned, stage["steps"])))
         for planned, stage in zip(recipe.stages, stages, strict=True)
     ]
     stored = 2 if recipe.precision != "fp32" and not lora else 4

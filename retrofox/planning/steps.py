@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrofox.config import Recipe, Stage
+from retrofox.config import CheckpointConfig, Stage
 
 STATE_BYTES = {
     "adamw_torch": 8,
@@ -31,25 +31,25 @@ def count_steps(stage: Stage, batch_tokens: int) -> int:
     return -(-stage.tokens // batch_tokens)
 
 
-def stage_rows(recipe: Recipe, batch_tokens: Sequence[int], number: int) -> range:
+def stage_rows(stages: Sequence[Stage], batch_tokens: Sequence[int], number: int) -> range:
     """Global rows, in the data's order, that a stage reads: it goes on behind earlier stages of its length.
 
     Args:
         batch_tokens: tokens per optimizer step, of each stage.
     """
-    length = recipe.stages[number].sequence_length
+    length = stages[number].sequence_length
     first = rows = 0
-    for stage, tokens in zip(recipe.stages[: number + 1], batch_tokens, strict=False):
+    for stage, tokens in zip(stages[: number + 1], batch_tokens, strict=False):
         if stage.sequence_length == length:
             first, rows = first + rows, count_steps(stage, tokens) * tokens // length
     return range(first, first + rows)
 
 
-def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:
+def save_steps(checkpoint: CheckpointConfig, stage: Stage, steps: int) -> int:
     """Optimizer steps between checkpoints of a stage; ten of them where the recipe says nothing."""
-    every = recipe.checkpoint.every_steps
-    if recipe.checkpoint.every_tokens is not None:
-        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
+    every = checkpoint.every_steps
+    if checkpoint.every_tokens is not None:
+        every = max(1, checkpoint.every_tokens * steps // stage.tokens)
     return every or max(1, steps // 10)
 
 

@@ -14,9 +14,9 @@ from retrofox.planning.steps import save_steps
 from retrofox.support.launches import shards_weights
 
 
-def own_autocast(recipe: Recipe) -> bool:
+def own_autocast(precision: str) -> bool:
     """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
-    return recipe.precision == "bf16" and shards_weights("DEEPSPEED")
+    return precision == "bf16" and shards_weights("DEEPSPEED")
 
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
@@ -34,14 +34,14 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         adam_beta2=stage.betas[1],
         max_grad_norm=stage.clip,
         optim=recipe.optim,
-        bf16=recipe.precision == "bf16" and not own_autocast(recipe),
+        bf16=recipe.precision == "bf16" and not own_autocast(recipe.precision),
         use_cpu=not torch.cuda.is_available(),
         seed=recipe.seed,
         logging_steps=recipe.log.every,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it asks the GPU for the loss at every micro-batch, and hides what Guard wants
         save_strategy="steps",
-        save_steps=save_steps(recipe, stage, steps),
+        save_steps=save_steps(recipe.checkpoint, stage, steps),
         save_total_limit=None,  # checkpoint.rotate knows which ones are complete
         report_to=list(recipe.log.report_to),
         run_name=Path(recipe.output).name,

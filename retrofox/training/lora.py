@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from retrofox.anatomy import is_new_tensor, lm_class
-from retrofox.config import LoraConfig, Recipe
+from retrofox.config import LoraConfig
 from retrofox.loading.adapter import (
     WEIGHTS,
     base_of,
@@ -19,23 +19,25 @@ from retrofox.loading.adapter import (
     with_adapter,
 )
 from retrofox.loading.converted import load
-from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
 from retrofox.model.modeling_fox import NEW_MODULES
 
 
-def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
+def adapted(source: Path, lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """A converted model with adapters: a fresh one, or the one in `source` if that is an adapter directory.
+
+    Args:
+        dtype: of the base; what adapters on a quantised one compute in.
+        device: where a quantised base goes, which can't be moved; others stay on the CPU.
 
     Raises:
         ValueError: the base is not converted, a target names no linear layer, quantize without bitsandbytes or a GPU.
     """
-    assert recipe.lora is not None
     if (source / "adapter_config.json").is_file():
-        return with_adapter(_base(recipe, base_of(source), state), source, trainable=True)
+        return with_adapter(_base(base_of(source), lora, dtype, device), source, trainable=True)
     # An absolute path: the adapter must find its base from any directory.
     where = str(source.resolve()) if source.is_dir() else str(source)
-    return add_adapters(_base(recipe, where, state), recipe.lora, where)
+    return add_adapters(_base(where, lora, dtype, device), lora, where)
 
 
 def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
@@ -58,19 +60,14 @@ def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
     return float32_parts(model)
 
 
-def _base(recipe: Recipe, source: str, state: Any) -> Any:
-    dtype = PRECISIONS[recipe.precision]
-    assert recipe.lora is not None
-    if recipe.lora.quantize is None:
-        model = load(source, dtype=dtype)
-    else:
-        model = _quantized(source, dtype, state)
+def _base(source: str, lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    model = load(source, dtype=dtype) if lora.quantize is None else _quantized(source, dtype, device)
     model.config.use_cache = False
     model.config._name_or_path = source
     return model
 
 
-def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
+def _quantized(source: str, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
@@ -81,7 +78,7 @@ def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
         llm_int8_skip_modules=["lm_head", *NEW_MODULES],
     )
     family = lm_class(read_config(source)["model_type"].removeprefix("fox_"))
-    model = family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": state.device})
+    model = family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": device})
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes 0.50: evaluation on such a CPU packs weights into a form that has no backward afterwards.

@@ -65,11 +65,13 @@ def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -
     torch.manual_seed(recipe.seed)
     before = reset_peak(device)
     with device:
-        model, teacher = built(config, recipe), None
+        model, teacher = built(config, recipe.lora, recipe.model), None
         set_trainable(model, stage, adapters=recipe.lora is not None)
-        lower_frozen(model, recipe)
-        if needs_teacher(recipe, stage, model, starts_from(recipe)):
-            teacher = built(config, recipe.model_copy(update={"lora": None}))
+        if recipe.lora is not None:
+            lower_frozen(model, PRECISIONS[recipe.precision])
+        source = starts_from(recipe.model, recipe.fox)
+        if needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source):
+            teacher = built(config)
     return measure_steps(recipe, stage, model, device, teacher, before=before)
 
 
@@ -112,7 +114,7 @@ def measure_steps(
     batch_tokens = tokens_per_step(stage, world)
     micro_batches = accumulation(stage, batch_tokens, world)
     shape = known_shape(causal_lm(model).config)
-    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), device)
+    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe.lora, stage), device)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, stage, Path(folder), steps, micro_batches)
         settings.save_strategy = type(settings.save_strategy)("no")

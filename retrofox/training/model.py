@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import is_converted, is_new_tensor, lm_class
-from retrofox.config import ExtendStage, Recipe
+from retrofox.config import DataConfig, ExtendStage, LoraConfig, Recipe, Stage
 from retrofox.conversion.convert import convert
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
 from retrofox.loading.converted import load
@@ -42,51 +44,51 @@ def trained_config(recipe: Recipe) -> Any:
         return make_plan(config, recipe.fox, base=recipe.model).config
     if recipe.lora is not None:
         raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
-    if changes_rope(recipe):
-        set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
+    set_rope_config(config, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
     return config
 
 
-def empty(config: Any, recipe: Recipe) -> Any:
-    """The model without memory: parameters on the meta device."""
+def empty(config: Any, lora: LoraConfig | None, base: str) -> Any:
+    """The model without memory: parameters on the meta device; arguments as of `built`."""
     with torch.device("meta"):
-        return built(config, recipe)
+        return built(config, lora, base)
 
 
-def built(config: Any, recipe: Recipe) -> Any:
-    """The model of a config with random weights in float32, adapters added where the recipe has them."""
+def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
+    """The model of a config with random weights in float32, with adapters where `lora` has them.
+
+    Args:
+        base: what adapters name as their base.
+    """
     if not config.model_type.startswith("fox_"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model = lm_class(config.model_type.removeprefix("fox_"))(config)
-    if recipe.lora is None:
-        return model
-    return add_adapters(model, recipe.lora, recipe.model)
+    return model if lora is None else add_adapters(model, lora, base)
 
 
-def starts_from(recipe: Recipe) -> Path | None:
+def starts_from(model: str, fox: FoxSpec | None) -> Path | None:
     """The checkpoint that training starts from; None: a conversion that is yet to be made."""
-    return Path(recipe.model) if recipe.fox is None else None
+    return Path(model) if fox is None else None
 
 
-def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
+def resolve_source(model: str, out: Path, fox: FoxSpec | None, data: DataConfig, state: PartialState) -> Path:
     """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there."""
-    if recipe.fox is None:
-        return Path(recipe.model)
+    if fox is None:
+        return Path(model)
     converted = out / "converted"
     if state.is_main_process and not (converted / "config.json").is_file():
-        print(f"converting {recipe.model} into {converted}", flush=True)
+        print(f"converting {model} into {converted}", flush=True)
         # The texts that will be trained on are the ones to look at where the base's heads are measured.
-        texts = recipe.data.read_as() if recipe.fox.init == "measured" else []
-        convert(recipe.model, converted, fox=recipe.fox, texts=texts)
+        convert(model, converted, fox=fox, texts=data.read_as() if fox.init == "measured" else [])
     state.wait_for_everyone()
     return converted
 
 
-def build_model(recipe: Recipe, source: Path, state: PartialState) -> Any:
+def build_model(recipe: Recipe, source: Path, device: torch.device) -> Any:
     """The model to train, on the CPU in float32 (frozen bases of LoRA in the recipe's precision), adapters added."""
     if recipe.lora is not None:
         torch.manual_seed(recipe.seed)  # adapters start at random: alike in every run, whatever its processes
-        return adapted(recipe, source, state)
+        return adapted(source, recipe.lora, PRECISIONS[recipe.precision], device)
     model = load_any(recipe, source, torch.float32)
     model.config.use_cache = False
     return model
@@ -97,42 +99,29 @@ def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
     if holds_converted(str(source)):
         return load(str(source), dtype=dtype)
     model, _ = load_base(str(source), dtype=dtype)
-    if changes_rope(recipe):
-        set_rope(model, rope_scaling(recipe), recipe.rope_theta)
-    set_attention(model, recipe)
+    set_rope(model, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
+    set_attention(model, recipe.attention, recipe.stages)
     return model
 
 
-def changes_rope(recipe: Recipe) -> bool:
-    """Whether the recipe trains a control with a RoPE other than its model's."""
-    return recipe.rope_scaling is not None or recipe.rope_theta is not None
-
-
-def rope_scaling(recipe: Recipe) -> dict[str, Any] | None:
-    """The recipe's `rope_scaling` as transformers has it."""
-    return None if recipe.rope_scaling is None else recipe.rope_scaling.model_dump(exclude_none=True)
-
-
-def set_attention(model: Any, recipe: Recipe) -> None:
-    """Runs an unconverted model with the recipe's `attention`; by document where positions skip ahead.
+def set_attention(model: Any, attention: str | None, stages: Sequence[Stage]) -> None:
+    """Runs an unconverted model with this attention, None its own; by document where positions skip ahead.
 
     Raises:
         ValueError: no such attention, or it is not installed, or it can't tell documents from skips.
     """
-    if recipe.attention is not None:
+    if attention is not None:
         try:
-            model.set_attn_implementation(recipe.attention)
+            model.set_attn_implementation(attention)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
-    skips = any(isinstance(stage, ExtendStage) and stage.max_position is not None for stage in recipe.stages)
+            raise ValueError(f"attention: {attention} can't run here: {error}") from None
+    skips = any(isinstance(stage, ExtendStage) and stage.max_position is not None for stage in stages)
     if skips and not is_converted(model):
         set_document_attention(model)
 
 
-def lower_frozen(model: Any, recipe: Recipe) -> None:
-    """The frozen base under adapters in the recipe's precision, as `adapted` loads it; gates and Pro parts float32."""
-    if recipe.lora is None:
-        return
+def lower_frozen(model: Any, dtype: torch.dtype) -> None:
+    """The frozen base under adapters in `dtype`, as `adapted` loads it; gates and Pro parts float32."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not is_new_tensor(name):
-            parameter.data = parameter.data.to(PRECISIONS[recipe.precision])
+            parameter.data = parameter.data.to(dtype)

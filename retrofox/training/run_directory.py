@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import filelock
 import yaml
 
-from retrofox.config import ROLES, Recipe, dump, load_recipe
+from retrofox.config import ROLES, Recipe, Stage, dump, load_recipe
 from retrofox.data.shards import Manifest
 from retrofox.parallel.layout import readers_of
 from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
@@ -59,11 +59,11 @@ class Run:
 
     def rows(self, number: int) -> range:
         """Global rows that a stage reads, behind those that earlier stages of its length have read."""
-        return stage_rows(self.recipe, self.batch_tokens, number)
+        return stage_rows(self.recipe.stages, self.batch_tokens, number)
 
     def folder(self, number: int) -> Path:
         """Where a stage keeps its checkpoints."""
-        return stage_folder(self.out, self.recipe, number)
+        return stage_folder(self.out, number, self.recipe.stages[number].objective)
 
     def original(self, number: int) -> Path:
         """Where a stage finds the original: what the last adapt stage before it made, else the source."""
@@ -128,9 +128,9 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     return batches
 
 
-def stage_folder(out: Path, recipe: Recipe, number: int) -> Path:
+def stage_folder(out: Path, number: int, objective: str) -> Path:
     """Where a stage keeps its checkpoints and, unless it is the last, its model."""
-    return out / f"stage-{number}-{recipe.stages[number].objective}"
+    return out / f"stage-{number}-{objective}"
 
 
 def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
@@ -148,7 +148,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
     ):
         return None
-    changed = _changes(load_recipe(file), recipe, complete_stages(out, recipe))
+    changed = _changes(load_recipe(file), recipe, complete_stages(out, recipe.stages))
     if changed:
         raise ValueError(
             f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
@@ -156,16 +156,15 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     return yaml.safe_load(file.read_text(encoding="utf-8"))["batch_tokens"]
 
 
-def refuse_mingling(recipe: Recipe) -> None:
-    """Raises ValueError where a run would write over, or into, files that it did not write; writes nothing itself."""
-    out = Path(recipe.output)
-    model, run = Path(recipe.model).resolve(), out.resolve()
+def refuse_mingling(out: Path, base: str) -> None:
+    """Raises ValueError where a run of the model `base` would write over, or into, files that it did not write."""
+    model, run = Path(base).resolve(), out.resolve()
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     clash = None
     if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
-        clash = f"holds {recipe.model}, the model to train, and the run would write over it"
+        clash = f"holds {base}, the model to train, and the run would write over it"
     elif model.is_dir() and run.is_relative_to(model):
-        clash = f"lies inside the model, {recipe.model}"
+        clash = f"lies inside the model, {base}"
     elif not ours and ((out / "model").exists() or (out / "converted").exists()):
         clash = "has a model, and not of a run: move it away"
     if clash is not None:
@@ -183,11 +182,11 @@ def _discard_conversion(out: Path, recipe: Recipe) -> None:
         shutil.rmtree(out / "converted")
 
 
-def complete_stages(out: Path, recipe: Recipe) -> int:
-    """How many stages of the run in OUTPUT are done."""
+def complete_stages(out: Path, stages: Sequence[Stage]) -> int:
+    """How many of these stages are done in OUTPUT."""
     if (out / "model" / checkpoint.MARKER).is_file():
-        return len(recipe.stages)
-    folders = [stage_folder(out, recipe, number) for number in range(len(recipe.stages))]
+        return len(stages)
+    folders = [stage_folder(out, number, stage.objective) for number, stage in enumerate(stages)]
     return sum((folder / "model" / checkpoint.MARKER).is_file() for folder in folders)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
+from retrofox.planning.memory import before, moves_weights
 from retrofox.training import checkpoint
 from retrofox.training.model import load_any
 
@@ -26,7 +28,7 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
         ValueError: the original is needed and the checkpoint does not name it.
         FileNotFoundError: the original is not there.
     """
-    if not needs_teacher(recipe, stage, model, source):
+    if not needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source):
         return None
     dtype = PRECISIONS[recipe.precision]
     spec = named_original(source)
@@ -41,18 +43,17 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
-def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None = None) -> bool:
+def needs_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool, model: Any, source: Path | None = None) -> bool:
     """Whether a stage needs the original as a second model: the weights of the one it trains are another's by then.
 
     Args:
+        adapts: the stages train adapters, which leave the pretrained weights as they are.
         model: with requires_grad set as the stage trains it.
         source: the checkpoint the run starts from; None: a conversion of the recipe's model.
     """
     if not isinstance(stage, TaughtStage):
         return False
-    earlier = recipe.stages[: next(i for i, other in enumerate(recipe.stages) if other is stage)]
-    moved = any(s.objective != "adapt" and (s.rate("attention") > 0 or s.rate("rest") > 0) for s in earlier)
-    if moved and recipe.lora is None:
+    if not adapts and moves_weights(before(stage, stages)):
         return True
     if source is not None and changed_since_conversion(source) is not None:
         return True

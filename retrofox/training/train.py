@@ -88,12 +88,12 @@ def say(state: Any, text: str) -> None:
 
 def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
     started = time.perf_counter()
-    tokenizer = recipe_tokenizer(recipe)
+    tokenizer = recipe_tokenizer(recipe.data.tokenizer, recipe.model)
     with state.main_process_first():  # the others find it done
         # First of all: texts that can't be read leave OUTPUT alone.
         tokens = prepare_data(recipe.data, tokenizer, progress=state.is_main_process)
     batches = claim_output(out, recipe, state)
-    source = resolve_source(recipe, out, state)
+    source = resolve_source(recipe.model, out, recipe.fox, recipe.data, state)
     with state.main_process_first():
         claim_data(out / "data.json", tokens.train, tokens.eval)
     run = Run(recipe, out, batches, interruptions, source, tokens, tokenizer, state)
@@ -135,7 +135,7 @@ def _model(run: Run, number: int) -> Any:
         ValueError: a token of the texts has no embedding.
     """
     recipe = run.recipe
-    model = build_model(recipe, run.before(number), run.state)
+    model = build_model(recipe, run.before(number), run.state.device)
     vocabulary = causal_lm(model).config.vocab_size
     for manifest in filter(None, (run.tokens.train, run.tokens.eval)):
         refuse_tokens(manifest, run.tokenizer, vocabulary)
@@ -168,7 +168,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         ),
     )
     shape = known_shape(causal_lm(model).config)
-    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), state.device)
+    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe.lora, stage), state.device)
     accumulated = accumulation(stage, batch_tokens, readers_of(recipe.parallel, state.num_processes))
     settings = arguments(recipe, stage, run.folder(number), steps, accumulated)
     return FoxTrainer(model, settings, run, number, objective, data, clock)

@@ -116,7 +116,7 @@ class FoxTrainer(Trainer):
                     f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
                     "'no' in the accelerate config; the recipe's `precision` says what products run in"
                 )
-        ours = own_autocast(self.run.recipe)
+        ours = own_autocast(self.run.recipe.precision)
         own = torch.autocast(self.args.device.type, torch.bfloat16) if ours else contextlib.nullcontext()
         with own:
             return self.objective(model, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
-from retrofox.config import ExtendStage, Recipe, Source, Stage, TaughtStage
+from retrofox.config import DataConfig, ExtendStage, LoraConfig, ParallelConfig, Recipe, Source, Stage, TaughtStage
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
@@ -40,7 +40,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     Raises:
         FileNotFoundError: no such model.
     """
-    refusals: list[Exception] = [ValueError(text) for text in (*_launch(recipe), *_packages(recipe))]
+    texts = (*_launch(recipe.parallel, recipe.stages), *_packages(recipe.log.report_to, recipe.lora, recipe.data))
+    refusals: list[Exception] = [ValueError(text) for text in texts]
 
     def collect(check: Callable[..., Any], *arguments: Any, where: str = "") -> None:
         try:
@@ -50,28 +51,28 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
 
     collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe.optim)
-    collect(refuse_mingling, recipe)
+    collect(refuse_mingling, Path(recipe.output), recipe.model)
     collect(batches_of, Path(recipe.output), recipe)
     readers = readers_of(recipe.parallel, devices)
     for number, stage in enumerate(recipe.stages):
         collect(accumulation, stage, tokens_per_step(stage, readers), readers, where=f"stages.{number}: ")
     try:
         config = trained_config(recipe)
-        empty(config, recipe)
+        empty(config, recipe.lora, recipe.model)
     except ValueError as error:
         refusals.append(error)
         config = None
     for source in (*recipe.data.train, *recipe.data.eval):
         if not _is_on_the_hub(source):
             collect(resolve, source)
-    collect(recipe_tokenizer, recipe)
+    collect(recipe_tokenizer, recipe.data.tokenizer, recipe.model)
     if config is not None:
         for number, stage in enumerate(recipe.stages):
             collect(refuse_stage, recipe, stage, config, device, where=f"stages.{number}: ")
     return refusals
 
 
-def _launch(recipe: Recipe) -> Iterator[str]:
+def _launch(parallel: ParallelConfig, stages: Sequence[Stage]) -> Iterator[str]:
     """What accelerate was told that would round or lose the gates, or fail only once the model is there."""
 
     def told(name: str, default: str) -> str:
@@ -94,16 +95,16 @@ def _launch(recipe: Recipe) -> Iterator[str]:
             "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
             "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
         )
-    if deepspeed and (recipe.parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
+    if deepspeed and (parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in stages)):
         yield "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
 
 
-def _packages(recipe: Recipe) -> Iterator[str]:
+def _packages(report_to: Sequence[str], lora: LoraConfig | None, data: DataConfig) -> Iterator[str]:
     """Packages that the recipe needs and that are not installed."""
-    needed = [(f"log.report_to: {name}", name, "pip install '.[track]' in a clone") for name in recipe.log.report_to]
-    if recipe.lora is not None and recipe.lora.quantize:
-        needed.append((f"lora.quantize: {recipe.lora.quantize}", "bitsandbytes", "pip install bitsandbytes"))
-    if any(_is_on_the_hub(source) for source in (*recipe.data.train, *recipe.data.eval)):
+    needed = [(f"log.report_to: {name}", name, "pip install '.[track]' in a clone") for name in report_to]
+    if lora is not None and lora.quantize:
+        needed.append((f"lora.quantize: {lora.quantize}", "bitsandbytes", "pip install bitsandbytes"))
+    if any(_is_on_the_hub(source) for source in (*data.train, *data.eval)):
         needed.append(("data: hf:", "datasets", "pip install '.[data]' in a clone"))
     for key, package, install in needed:
         if importlib.util.find_spec(package) is None:
@@ -139,8 +140,8 @@ def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
 
 def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> None:
     """Raises ValueError for a stage that this model, or this machine, can't run."""
-    model, source = empty(config, recipe), starts_from(recipe)
-    set_attention(model, recipe)
+    model, source = empty(config, recipe.lora, recipe.model), starts_from(recipe.model, recipe.fox)
+    set_attention(model, recipe.attention, recipe.stages)
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)
     taught = isinstance(stage, TaughtStage)
@@ -157,7 +158,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
     if getattr(stage, "budget", None) is not None and not trained & {"gate_bias", "gate_weight"}:
         raise ValueError("budget is for gates, and this stage trains none: remove it")
-    if needs_teacher(recipe, stage, model, source) and source is not None:
+    if needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source) and source is not None:
         named_original(source)
     save_memory(model, stage)
     if not taught:

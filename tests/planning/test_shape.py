@@ -68,7 +68,7 @@ def test_adapters_are_counted(pico_fox, recipe_of, targets):
     lora = LoraConfig(rank=3, targets=targets)
     model = pico_fox()
     recipe = recipe_of(lora=lora.model_dump())
-    counts = adapter_parameters(shape_of(model.config.to_dict()), recipe)
+    counts = adapter_parameters(shape_of(model.config.to_dict()), recipe.lora)
     adapted = add_adapters(model, lora, "model")
     assert sum(counts.values()) == sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
 
@@ -82,7 +82,7 @@ def test_operations_are_those_counted_on_the_model(pico_llama, recipe_of, object
     forward = 2.0 * sum(products.values()) + attention
     wanted = {"extend": 3 * forward, "distill": 4 * forward}
     wanted["align"] = forward + 4.0 * sum(n for name, n in products.items() if "attn" in name) + 3 * attention
-    found = flops_per_token(shape_of(model.config.to_dict()), recipe, recipe.stages[0])
+    found = flops_per_token(shape_of(model.config.to_dict()), recipe.lora, recipe.stages[0])
     assert found == pytest.approx(wanted[objective], rel=1e-3)
 
 
@@ -90,7 +90,7 @@ def test_a_window_costs_what_it_shows(recipe_of, pico_llama):
     config = pico_llama().config.to_dict() | {"model_type": "mistral"}
     recipe = recipe_of()
     whole, windowed = (
-        flops_per_token(shape_of({**config, "sliding_window": window}), recipe, recipe.stages[0])
+        flops_per_token(shape_of({**config, "sliding_window": window}), recipe.lora, recipe.stages[0])
         for window in (None, 2048)
     )
     attention = 3 * 2 * 2 * 32 * 8192  # three passes, two layers of 32 channels, 8192 tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,9 +164,9 @@ def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_f
     bnb = pytest.importorskip("bitsandbytes")
     pico_fox(config={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}).save_pretrained(tmp_path / "wide")
     pico_tokenizer.save_pretrained(tmp_path / "wide")
-    recipe = make_recipe(model=str(tmp_path / "wide"), lora={"rank": 2, "quantize": "nf4"})
-    four_bits = adapted(recipe, tmp_path / "wide", SimpleNamespace(device=torch.device("cpu")))
-    dense = adapted(make_recipe(model=recipe.model), tmp_path / "wide", None)
+    where = torch.float32, torch.device("cpu")
+    four_bits = adapted(tmp_path / "wide", LoraConfig(rank=2, quantize="nf4"), *where)
+    dense = adapted(tmp_path / "wide", LoraConfig(rank=2), *where)
     dense.load_state_dict({name: p for name, p in four_bits.named_parameters() if p.requires_grad}, strict=False)
     layers = {name: module for name, module in four_bits.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     assert len(layers) == 14
@@ -187,4 +186,5 @@ def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_f
     wanted = gradients(dense)
     for name, gradient in gradients(four_bits).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    recipe = make_recipe(model=str(tmp_path / "wide"), lora={"rank": 2, "quantize": "nf4"})
     assert merge(train(recipe)["model"], tmp_path / "merged")["relative_difference"] < 1e-4

@@ -58,7 +58,7 @@ def test_an_earlier_stage_that_moves_weights_makes_a_copy_needed(converted, make
     recipe = make_recipe({}, {"objective": "distill", "rates": GATES_ONLY}, model=str(converted))
     model = retrofox.load(converted)
     set_trainable(model, recipe.stages[1])
-    assert needs_teacher(recipe, recipe.stages[1], model, converted)
+    assert needs_teacher(recipe.stages[1], recipe.stages, False, model, converted)
 
 
 def test_a_trained_model_is_taught_by_its_base(converted, tmp_path, pico_checkpoint, recipe_of):
