@@ -23,9 +23,9 @@ from retrofox.data.backend import fingerprint
 from retrofox.data.chat import VERSION as CHAT_VERSION
 from retrofox.data.encode import Reading
 from retrofox.data.files import DIGESTS, FORMAT, Digests, Shard, is_complete, read_shard
+from retrofox.data.source_units import Unit
 from retrofox.data.sources import resolve
 from retrofox.data.tokenise import Todo, tokenise
-from retrofox.data.units import Unit
 from retrofox.support.files import write_whole
 
 

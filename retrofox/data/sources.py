@@ -16,7 +16,7 @@ from typing import Any
 
 from retrofox.config import Source
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, inner_suffix, needed
-from retrofox.data.units import FileUnit, Rows, RowsUnit, Unit
+from retrofox.data.source_units import FileUnit, RowReader, RowsUnit, Unit
 
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
@@ -161,10 +161,10 @@ def _mapped(data: Any, name: str) -> list[Unit]:
         known = data.select_columns([column]) if column in data.column_names else data
         return iter(known.select(range(start, count)))
 
-    rows = Rows(read)
+    reader = RowReader(read)
     files = [Path(file["filename"]) for file in data.cache_files]
     return [
-        RowsUnit(name, size * (stop - start) // count, [data._fingerprint], start, stop, rows, files)
+        RowsUnit(name, size * (stop - start) // count, [data._fingerprint], start, stop, reader, files)
         for start, stop in _ranges(0, count, step)
     ]
 
@@ -182,9 +182,9 @@ def _streamed(builder: Any, name: str, split: str, start: int, stop: int) -> lis
         raise ValueError(f"no rows {start} to {stop} of a split {split!r}; there are: {', '.join(files)}")
     # Addresses on the Hub hold the commit: another version of the set is another origin.
     found = [list(map(str, files[split])), [list(origin) for origin in files[split].origin_metadata]]
-    rows = Rows(lambda start, column: iter(builder.as_streaming_dataset(split=split).skip(start)))
+    reader = RowReader(lambda start, column: iter(builder.as_streaming_dataset(split=split).skip(start)))
     return [
-        RowsUnit(f"{name}:{split}", ROW_BYTES * (end - begin), ["streamed", found, split], begin, end, rows)
+        RowsUnit(f"{name}:{split}", ROW_BYTES * (end - begin), ["streamed", found, split], begin, end, reader)
         for begin, end in _ranges(start, stop, STREAMED_ROWS)
     ]
 

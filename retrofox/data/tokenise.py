@@ -15,7 +15,7 @@ import numpy as np
 from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
 from retrofox.data.read import BATCH_BYTES, END, Record, batches
-from retrofox.data.units import Unit
+from retrofox.data.source_units import Unit
 from retrofox.support.files import temporary, to_disk, write_whole
 from retrofox.support.report import progress_bar
 

@@ -31,7 +31,7 @@ class FileUnit:
 
 
 @dataclass
-class Rows:
+class RowReader:
     """One pass over the rows of a dataset, shared by its units: each goes on where the one before ended."""
 
     open: Callable[[int, str], Iterator[dict[str, Any]]]
@@ -65,7 +65,7 @@ class RowsUnit:
     origin: list[Any]
     start: int
     stop: int
-    source: Rows = field(repr=False)
+    reader: RowReader = field(repr=False)
     files: list[Path] = field(default_factory=list)
 
     def identity(self, digests: Digests) -> str:
@@ -84,7 +84,7 @@ class RowsUnit:
 
         share = self.size // max(1, self.stop - self.start)
         try:
-            for number, row in enumerate(self.source.take(self.start, self.stop, text_field), self.start + 1):
+            for number, row in enumerate(self.reader.take(self.start, self.stop, text_field), self.start + 1):
                 name = f"{self.name}:{number}"
                 yield Record(name, value_of(row, name, text_field, chat), share)
         except (OSError, DatasetsError, pa.ArrowException) as error:
