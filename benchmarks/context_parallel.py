@@ -41,7 +41,7 @@ from retrofox.data.packed import IGNORE
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
-from retrofox.parallel.shards import Rows, Shards, cut
+from retrofox.parallel.shards import Shards, WholeRows, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import Extend
@@ -177,7 +177,7 @@ def attention_row(bench: Bench, case: str, length: int, split: Degrees) -> dict[
     here = None if cu_seqlens is None else cu_seqlens.to(bench.device)
     one = bench.seconds(lambda: both_ways(alone(here, options), inputs, do))
     parts, do_part = part_of(bench, split, inputs, do)
-    shards = Shards(mesh, Rows(1, length, cu_seqlens, torch.zeros(1)), bench.device)
+    shards = Shards(mesh, WholeRows(1, length, cu_seqlens, torch.zeros(1)), bench.device)
 
     def shared() -> list[torch.Tensor]:
         return both_ways(together(shards, options), parts, do_part)
@@ -225,7 +225,7 @@ def error_row(bench: Bench, length: int, split: Degrees) -> dict[str, Any]:
     one_gpu = both_ways(alone(None, options), inputs, do)
     parts, do_part = part_of(bench, split, inputs, do)
     mesh = bench.mesh(split)
-    shards = Shards(mesh, Rows(1, length, None, torch.zeros(1)), bench.device)
+    shards = Shards(mesh, WholeRows(1, length, None, torch.zeros(1)), bench.device)
     shared = both_ways(together(shards, options), parts, do_part)
     keep = torch.cat([torch.arange(*s) for s in split.segments(mesh.rank, length)]).to(bench.device)
     found = {}

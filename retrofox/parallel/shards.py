@@ -19,7 +19,7 @@ BY_TOKEN = ("input_ids", "position_ids", "targets")
 
 
 @dataclass
-class Rows:
+class WholeRows:
     """What a cut batch keeps of its whole rows, on the CPU.
 
     Attributes:
@@ -57,7 +57,7 @@ def cut(batch: dict[str, Any], split: Degrees, process: int) -> dict[str, Any]:
     keep = torch.cat([torch.arange(*segment) for segment in split.segments(process, length)])
     part: dict[str, Any] = {key: batch[key][:, keep] for key in BY_TOKEN if key in batch}
     part["num_targets"] = int((part["targets"] >= 0).sum())
-    part["rows"] = Rows(rows, length, batch.get("cu_seqlens"), (batch["targets"] >= 0).sum(1))
+    part["rows"] = WholeRows(rows, length, batch.get("cu_seqlens"), (batch["targets"] >= 0).sum(1))
     return part
 
 
@@ -75,7 +75,7 @@ def check_length(length: int, split: Degrees) -> None:
 class Shards:
     """What attention asks in a forward over cut rows: `FoxModelMixin.forward(shards=...)`."""
 
-    def __init__(self, mesh: Mesh, rows: Rows, device: torch.device):
+    def __init__(self, mesh: Mesh, rows: WholeRows, device: torch.device):
         self.mesh, self.rows = mesh, rows
         self.cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device, non_blocking=True)
         self.row_targets = rows.row_targets.to(device, non_blocking=True)
@@ -119,7 +119,7 @@ class Shards:
         hidden_states: torch.Tensor,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Key or value shift (`pro.Shift`) of states (B, t, Hkv, D), whose predecessors may lie in another process."""
+        """`modeling_fox.Shift` of states (B, t, Hkv, D) whose predecessors may lie in another process."""
         before = predecessors(self.mesh, states, self.rows.length)
         joined, at, parts = position_ids.expand(states.shape[0], -1) != 0, 0, []
         for number, (start, stop) in enumerate(self.mesh.degrees.segments(self.mesh.rank, self.rows.length)):

@@ -20,7 +20,7 @@ from retrofox.data.packed import IGNORE
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
-from retrofox.parallel.shards import Rows, Shards, cut
+from retrofox.parallel.shards import Shards, WholeRows, cut
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import set_trainable
@@ -93,7 +93,7 @@ def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
     (wanted * do.transpose(1, 2)).sum().backward()
     keep = torch.cat([torch.arange(*each) for each in mesh.degrees.segments(mesh.rank, length)])
     parts = [x[:, :, keep].clone().requires_grad_() for x in (q, k, v)] + [log_f[:, keep].clone().requires_grad_()]
-    shards = Shards(mesh, Rows(batch, length, cu_seqlens, torch.zeros(batch)), CPU)
+    shards = Shards(mesh, WholeRows(batch, length, cu_seqlens, torch.zeros(batch)), CPU)
     found = shards.attend(parts[0], parts[1], parts[2], parts[3], options, attend_locally)
     (found * do.transpose(1, 2)[:, keep]).sum().backward()
     errors = [difference(found, wanted[:, keep])]
