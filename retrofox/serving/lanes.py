@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from retrofox.serving.prompts import Rows, read_all
+from retrofox.serving.prefill import KeyValueRows, read_all
 
 TERMS = {torch.bfloat16: 3, torch.float32: 2}
 """Dtype of a key -> lanes per number. float16 is missing: -c / scale leaves its range of 65504."""
@@ -126,7 +126,7 @@ def running_sum(
     there is none) -> (T, Hkv, G) float64, (T,) int32.
 
     Args:
-        links: where that last token is written in this very step, by another request (`prompts.Links`), `before` is
+        links: where that last token is written in this very step, by another request (`prefill.Links`), `before` is
             not yet its c.
     """
     sums = log_f.cumsum(0)
@@ -148,7 +148,7 @@ def running_sum(
     return sums + offset[request], position
 
 
-def gather(lanes: Lanes, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> Rows:
+def gather(lanes: Lanes, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> KeyValueRows:
     """Tokens `first` to `length` of a text out of its pages, without lanes; log f of the first is 0.
 
     Shapes: kv_cache (blocks, Hkv, tokens, 2 (width + D)), as `_write_rows` leaves it; pages (pages,) integers.
@@ -158,7 +158,7 @@ def gather(lanes: Lanes, kv_cache: torch.Tensor, pages: torch.Tensor, first: int
     key, value = mine.transpose(1, 2).flatten(0, 1)[first % page :][: length - first].chunk(2, -1)
     c = lanes.state(value).flatten(1)
     log_f = torch.diff(c, dim=0, prepend=c[:1]).clamp_max(0.0).float()
-    return Rows(key[..., lanes.width :], value[..., lanes.width :], log_f)
+    return KeyValueRows(key[..., lanes.width :], value[..., lanes.width :], log_f)
 
 
 class LanesImpl:
@@ -208,10 +208,10 @@ class LanesImpl:
             return output.copy_(wide[..., lanes.width :])
         _write_rows(kv_cache, batch.slot_mapping, wide_key, wide_value)
 
-        def past(request: int, first: int, length: int) -> Rows:
+        def past(request: int, first: int, length: int) -> KeyValueRows:
             return gather(lanes, kv_cache, batch.block_table[request], first, length)
 
-        read_all(readings, query, Rows(key, value, output_scale), past, output, self.options)
+        read_all(readings, query, KeyValueRows(key, value, output_scale), past, output, self.options)
         return output
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from fox_kernels.host.launch import cdiv, launch, power_of_2
 
 from retrofox.serving.paged_rows import Paged, gather, log_f_of, row_of, write
-from retrofox.serving.prompts import Rows, read_all
+from retrofox.serving.prefill import KeyValueRows, read_all
 
 PROGRAMS = 1056
 """Programs that fill a GPU: keys are split until there are as many, or `MOST_PARTS` parts."""
@@ -224,8 +224,8 @@ class PagedImpl:
         if tokens:
             attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
 
-        def past(request: int, first: int, length: int) -> Rows:
+        def past(request: int, first: int, length: int) -> KeyValueRows:
             return gather(room, kv_cache, batch.block_table[request], first, length)
 
-        read_all(readings, query, Rows(key, value, log_f), past, output, self.options)
+        read_all(readings, query, KeyValueRows(key, value, log_f), past, output, self.options)
         return output

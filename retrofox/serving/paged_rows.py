@@ -25,7 +25,7 @@ from fox_kernels.decoding.lean import gate_rows
 from fox_kernels.host.launch import cdiv, launch, power_of_2
 from fox_kernels.layer.gate import gate_and_logit
 
-from retrofox.serving.prompts import Links, Rows
+from retrofox.serving.prefill import KeyValueRows, Links
 
 FEW = 256
 """Rows up to which a gate takes a program for each row and head."""
@@ -280,7 +280,7 @@ def write(
     launch(_write_kernel, grid, arguments, sizes + row, warps=warps)
 
 
-def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> Rows:
+def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> KeyValueRows:
     """Tokens `first` to `length` of a text out of its pages (pages,) int32; log f of the first is 0."""
     _, heads, page, _ = kv_cache.shape
     made = kv_cache.new_empty(2, length - first, heads, paged.dim)
@@ -293,4 +293,4 @@ def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int
     )  # fmt: skip
     row = (paged.groups, power_of_2(paged.groups), paged.dim, channels, paged.per_float, page, block)
     launch(_gather_kernel, (cdiv(length - first, block), heads), arguments, row)
-    return Rows(made[0], made[1], log_f)
+    return KeyValueRows(made[0], made[1], log_f)

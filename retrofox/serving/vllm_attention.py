@@ -1,9 +1,9 @@
-"""vLLM's attention with gates: a backend of vLLM's, told what to put into keys, queries and values and when.
+"""Wraps an attention backend of vLLM to carry the gate sums.
 
-Two ways. On a GPU (`paged_attention.PagedImpl`) our own kernels compute the gates from the states that come beside the
+On a GPU (`paged_attention.PagedImpl`) our own kernels compute the gates from the states that come beside the
 keys, keep c in the cache beside keys and values, and attend to what decodes; `forgetting_attention` reads long pieces
-of text (`prompts.py`). On a CPU (`lanes.LanesImpl`) queries, keys and values get lanes, and vLLM's own kernels do the
-rest. Only where vLLM calls a backend is it known where in its text a token stands, and log f becomes c.
+of text (`prefill.py`). On a CPU (`lanes.LanesImpl`) queries, keys and values get lanes, and vLLM's own kernels do the
+rest. log f becomes c where vLLM calls the backend: only there is a token's place in its text known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from retrofox.serving.lanes import LanesImpl, plan_lanes
 from retrofox.serving.paged_attention import PagedImpl
 from retrofox.serving.paged_rows import Paged
-from retrofox.serving.prompts import StepBuilder
+from retrofox.serving.prefill import StepBuilder
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Backends whose cache is known to be (blocks, kv heads, tokens, key and value), or on a CPU keys before values."""

@@ -19,7 +19,7 @@ from retrofox.serving import paged_attention
 from retrofox.serving.lanes import running_sum
 from retrofox.serving.paged_attention import KEYS
 from retrofox.serving.paged_rows import Paged, gather, write
-from retrofox.serving.prompts import Links, owners
+from retrofox.serving.prefill import Links, owners
 
 SHAPES = {
     "decoding, 3 heads a group": {"new": [1, 1, 1], "past": [40, 0, 17], "groups": 3},

@@ -39,10 +39,10 @@ class Backend:
 @torch.no_grad()
 def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float | None = None) -> dict:
     """Readings of each step, and how far each text's outputs are from float64 in the end, over all layers."""
-    from retrofox.serving import paged_attention, paged_rows, prompts
+    from retrofox.serving import paged_attention, paged_rows, prefill
 
-    builder: Any = type("Builder", (prompts.StepBuilder, Backend), {"paged": True, "every": False})
-    prompts.LONG = 16 * times
+    builder: Any = type("Builder", (prefill.StepBuilder, Backend), {"paged": True, "every": False})
+    prefill.LONG = 16 * times
     builder.device = torch.device(device)
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
     spec = SimpleNamespace(head_size=DIM + 8, block_size=PAGE)

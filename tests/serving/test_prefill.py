@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofox.serving.lanes import gather, plan_lanes, running_sum
-from retrofox.serving.prompts import Reading, Rows, find_links, placed, plan, read, read_all
+from retrofox.serving.prefill import KeyValueRows, Reading, find_links, placed, plan, read, read_all
 
 PAGE = 16
 
@@ -91,13 +91,13 @@ def test_a_chunk_reads_its_past_out_of_the_pages(groups, options):
     options = {"scale": 0.125, "window": window, **options}
     for past, length in ((100, 150), (16, 48), (31, 33), (149, 150)):
 
-        def rows(request: int, first: int, until: int, past=past, length=length) -> Rows:
+        def rows(request: int, first: int, until: int, past=past, length=length) -> KeyValueRows:
             assert (request, until) == (7, length)
             assert first == (0 if window is None else max(0, past - window + 1))
             return gather(text.lanes, text.cache, text.table, first, until)
 
         query = text.query[past:length].float()
-        new = Rows(*(torch.full((length - past, 1), torch.nan) for _ in range(3)))
+        new = KeyValueRows(*(torch.full((length - past, 1), torch.nan) for _ in range(3)))
         found = torch.empty_like(query)
         read_all([Reading(7, (0, length - past), past)], query, new, rows, found, options)
         torch.testing.assert_close(found.double(), wanted[past:length], atol=2e-5, rtol=1e-5)
@@ -115,7 +115,7 @@ def test_texts_that_begin_are_read_in_one_call(options):
     packed = (torch.cat([getattr(text, name) for text in texts]).float() for name in ("query", "key", "value", "log_f"))
     query, key, value, log_f = packed
     found = torch.empty_like(query)
-    read(reading, query, Rows(key, value, log_f.flatten(1)), found, {"scale": 0.125, **options})
+    read(reading, query, KeyValueRows(key, value, log_f.flatten(1)), found, {"scale": 0.125, **options})
     wanted = torch.cat([text.exact(scale=0.125, **options) for text in texts])
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-5)
 

@@ -46,7 +46,7 @@ class Reading:
         return slice(self.edges[0], self.edges[-1])
 
 
-class Rows(NamedTuple):
+class KeyValueRows(NamedTuple):
     """Tokens of a text: key, value (S, Hkv, D), log_f (S, H) float32."""
 
     key: torch.Tensor
@@ -119,7 +119,9 @@ def find_links(
     return Links(torch.where(found, token, -1), request.clamp_max(len(past) - 1))
 
 
-def read(reading: Reading, query: torch.Tensor, rows: Rows, output: torch.Tensor, options: dict[str, Any]) -> None:
+def read(
+    reading: Reading, query: torch.Tensor, rows: KeyValueRows, output: torch.Tensor, options: dict[str, Any]
+) -> None:
     """Forgetting Attention of `query` (T, H, D), the last of the rows' tokens or texts from their start, into `output`.
 
     The first layer of a step checks the arguments, chooses the backend and finds where texts begin; the others, whose
@@ -163,8 +165,8 @@ def _way(reading: Reading, tensors: list[torch.Tensor], options: dict[str, Any])
 def read_all(
     readings: list[Reading],
     query: torch.Tensor,
-    new: Rows,
-    past: Callable[[int, int, int], Rows],
+    new: KeyValueRows,
+    past: Callable[[int, int, int], KeyValueRows],
     output: torch.Tensor,
     options: dict[str, Any],
 ) -> None:
@@ -175,7 +177,7 @@ def read_all(
         past: rows of a request from one of its tokens to another, out of its pages.
     """
     for reading in readings:
-        mine, rows = reading.new, Rows(*(x[reading.new] for x in new))
+        mine, rows = reading.new, KeyValueRows(*(x[reading.new] for x in new))
         if reading.past:
             window = options["window"]  # pages before what the first new token sees are another text's by now
             first = 0 if window is None else max(0, reading.past - window + 1)
