@@ -19,7 +19,7 @@ from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted
 from retrofox.reporting.page import render
-from retrofox.reporting.sections import Asked, Kept, Part, plan_parts
+from retrofox.reporting.sections import Asked, Kept, ReportPart, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result
@@ -135,7 +135,7 @@ def _folder_in(model: str) -> Path:
 
 
 def _run_all(
-    parts: Sequence[Part], kept: Kept, missing: dict[str, str], where: dict[str, Any]
+    parts: Sequence[ReportPart], kept: Kept, missing: dict[str, str], where: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
     console = _console()
@@ -157,7 +157,7 @@ def _run_all(
     return {part.name: done[part.name] for part in parts if part.name in done}
 
 
-def _left(waiting: Sequence[Part], done: Any) -> str:
+def _left(waiting: Sequence[ReportPart], done: Any) -> str:
     """How long all that waits will take, at the speed of the finished parts."""
     timed = [entry for entry in done if entry["tokens"]]
     tokens = sum(part.tokens for part in waiting)

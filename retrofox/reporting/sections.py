@@ -40,7 +40,7 @@ RULER_EXAMPLES = 50
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """One evaluation of a report.
 
     Attributes:
@@ -74,13 +74,13 @@ class Asked:
     limit: int | None = None
 
 
-def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
+def plan_parts(asked: Asked, suite: Suite) -> tuple[list[ReportPart], dict[str, str]]:
     """(parts to run in their order, name -> why not of what the suite or the user asks for and can't be measured)."""
     planned = {**_needles(asked, suite), "loss": _loss(asked, suite)}
     if not asked.data:
         planned = dict.fromkeys(planned, "it needs texts: give --data")
     planned |= {"panel": _panel(asked, suite), "heads": _heads(asked, suite), **_tasks(asked, suite)}
-    parts = [part for part in planned.values() if isinstance(part, Part)]
+    parts = [part for part in planned.values() if isinstance(part, ReportPart)]
     missing = {name: why for name, why in planned.items() if isinstance(why, str)}
     if "panel" not in missing and not _chat(asked, suite):
         missing["instructions"] = f"{asked.model} has no chat template: it is no instruct model's"
@@ -92,7 +92,7 @@ def _models_and_texts(asked: Asked) -> dict[str, Any]:
     return {**models, "data": asked.data, "text_field": asked.text_field}
 
 
-def _needles(asked: Asked, suite: Suite) -> dict[str, Part | str]:
+def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
     columns, parts = 1 + len(asked.against) + len(asked.baselines), {}
     for mode, trials in suite.trials.items():
         count = suite.depths * trials
@@ -100,29 +100,29 @@ def _needles(asked: Asked, suite: Suite) -> dict[str, Part | str]:
         measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
         tokens = count * sum(suite.lengths) * columns
         options |= _models_and_texts(asked)
-        parts[f"needle-{mode}"] = Part(f"needle-{mode}", measures, needle, "needle.json", options, tokens)
+        parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, "needle.json", options, tokens)
     return parts
 
 
-def _loss(asked: Asked, suite: Suite) -> Part:
+def _loss(asked: Asked, suite: Suite) -> ReportPart:
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
     measures = _documents(suite.documents, suite.length)
     tokens = suite.documents * suite.length * (3 + len(asked.against) + len(asked.baselines))
-    return Part("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
+    return ReportPart("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
 
 
 def _documents(count: int, length: int) -> str:
     return f"{count} document{'s' * (count > 1)} of up to {tokens_label(length)} tokens"
 
 
-def _panel(asked: Asked, suite: Suite) -> Part | str:
+def _panel(asked: Asked, suite: Suite) -> ReportPart | str:
     if not asked.against:
         return "it compares with a base: give --against"
     options: dict[str, Any] = {"model": asked.model, "against": asked.against[0], "chat": _chat(asked, suite)}
     options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
     options["quick"] = suite.panel_tokens < PANEL_ROW
     measures = f"11 kinds of text, {options['chat']} prompts answered"
-    return Part("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens)
+    return ReportPart("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens)
 
 
 def _chat(asked: Asked, suite: Suite) -> int:
@@ -130,7 +130,7 @@ def _chat(asked: Asked, suite: Suite) -> int:
     return suite.chat if getattr(open_tokenizer(asked.model), "chat_template", None) else 0
 
 
-def _heads(asked: Asked, suite: Suite) -> Part | str:
+def _heads(asked: Asked, suite: Suite) -> ReportPart | str:
     if not holds_converted(asked.model):
         return f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
     documents = max(1, suite.documents // 4)
@@ -138,10 +138,10 @@ def _heads(asked: Asked, suite: Suite) -> Part | str:
     options |= {"max_documents": documents, "text_field": asked.text_field}
     measures = _documents(documents, suite.heads_length) if asked.data else "the gates' parameters"
     tokens = 2 * suite.heads_length * documents if asked.data else 0
-    return Part("heads", measures, inspect, "gates.json", options, tokens)
+    return ReportPart("heads", measures, inspect, "gates.json", options, tokens)
 
 
-def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
+def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
     """Short tasks at TASK_LENGTH, long ones at the suite's length."""
     if not suite.tasks:
         return {"tasks": "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"}
@@ -150,7 +150,7 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
         return {"tasks": f"{names} need lm-eval, which is not installed: pip install '.[eval]' in a clone"}
     long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
     short = [name for name in suite.tasks if name not in long]
-    parts: dict[str, Part | str] = {}
+    parts: dict[str, ReportPart | str] = {}
     for name, tasks, length, limit in (
         ("tasks", short, TASK_LENGTH, asked.limit),
         ("tasks-long", long, suite.length, asked.limit or RULER_EXAMPLES),
@@ -158,7 +158,7 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, Part | str]:
         if tasks:
             options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
             options |= {"length": length, "include_path": asked.include_path, "limit": limit}
-            parts[name] = Part(name, f"{len(expand(tasks))} tasks or groups", evaluate, "eval.json", options)
+            parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, "eval.json", options)
     return parts
 
 
@@ -191,7 +191,7 @@ class Kept:
         files = sorted(file for file in Path(place).rglob("*") if file.is_file()) if place else []
         self.task_files = [[str(file.relative_to(str(place))), digests.of(file)] for file in files]
 
-    def identity(self, part: Part) -> dict[str, Any]:
+    def identity(self, part: ReportPart) -> dict[str, Any]:
         """All that decides a part's numbers, as JSON has it; of files not where they lie."""
         paths = ("model", "against", "data", "include_path")
         identity = {
@@ -206,10 +206,10 @@ class Kept:
         }
         return json.loads(json.dumps(identity, default=os.fspath))
 
-    def place(self, part: Part) -> Path:
+    def place(self, part: ReportPart) -> Path:
         return self.folder / "parts" / part.name
 
-    def read(self, part: Part) -> dict[str, Any] | None:
+    def read(self, part: ReportPart) -> dict[str, Any] | None:
         """A part's entry, if it is the result of just this; None where there is none, or one of something else."""
         try:
             entry = json.loads((self.place(part) / "part.json").read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ class Kept:
             return None
         return entry if isinstance(entry, dict) and entry.get("identity") == self.identity(part) else None
 
-    def write(self, part: Part, seconds: float) -> dict[str, Any]:
+    def write(self, part: ReportPart, seconds: float) -> dict[str, Any]:
         """Keeps what a part wrote, whole or not at all."""
         entry = {
             "identity": self.identity(part),
