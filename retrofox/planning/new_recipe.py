@@ -33,7 +33,7 @@ OPEN_SHARE = 0.1
 BOOKS, HELD_OUT = "hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]"
 
 
-class Choice(NamedTuple):
+class FittingRecipe(NamedTuple):
     """A recipe that fits, as plain values and read, how its weights are split, and why it was chosen."""
 
     values: dict[str, Any]
@@ -66,8 +66,8 @@ def new_recipe(
     values = _values(model, length, trained, open_heads, gpus)
     shape = shape_of(config, validate(values).fox)
     room = on._replace(memory=MARGIN * on.memory)
-    choice = next(_choices(values, shape, room, gpus, adapters), None)
-    if choice is None:
+    fitting = next(_fitting_recipes(values, shape, room, gpus, adapters), None)
+    if fitting is None:
         smallest = validate({**values, "lora": {"rank": 16, "quantize": "nf4"}})
         stage = smallest.stages[0].model_copy(update=SWITCHES)
         longest = longest_row(shape, smallest, stage, room, Setting(gpus, "ddp", on.gpu))
@@ -76,7 +76,7 @@ def new_recipe(
             f"rows of {length:,} tokens of {model} fit {gpus} x {on.name} ({size(on.memory)}) in no way, not with a "
             f"4-bit base and every switch: {way}"
         )
-    return _text(choice, shape, on)
+    return _text(fitting, shape, on)
 
 
 def _values(model: str, length: int, trained: int, open_heads: int, gpus: int) -> dict[str, Any]:
@@ -104,7 +104,9 @@ def _values(model: str, length: int, trained: int, open_heads: int, gpus: int) -
     }
 
 
-def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adapters: bool) -> Iterator[Choice]:
+def _fitting_recipes(
+    values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adapters: bool
+) -> Iterator[FittingRecipe]:
     """Recipes that fit, the best first."""
     ways: list[tuple[dict[str, Any] | None, str, str]] = []
     if not adapters:
@@ -125,11 +127,11 @@ def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adap
         if changes is None:
             continue
         chosen = {**adapted, "stages": [{**stage, **changes}]}
-        yield Choice(chosen, validate(chosen), setting, why)
+        yield FittingRecipe(chosen, validate(chosen), setting, why)
 
 
-def _text(choice: Choice, shape: Shape, on: Hardware) -> str:
-    recipe, stage, setting = choice.recipe, choice.recipe.stages[0], choice.setting
+def _text(fitting: FittingRecipe, shape: Shape, on: Hardware) -> str:
+    recipe, stage, setting = fitting.recipe, fitting.recipe.stages[0], fitting.setting
     needed = sum(memory(shape, recipe, stage, setting).values())
     hours, file = "unknown", "for this device"
     if on.flops is not None:
@@ -152,6 +154,6 @@ def _text(choice: Choice, shape: Shape, on: Hardware) -> str:
 # hardware: {setting.gpus} x {on.name}{several}
 # tokens:   {stage.tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps
 # time:     not run here: {hours} {file}
-# result:   not run here. {choice.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by `retrofox plan`
+# result:   not run here. {fitting.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by `retrofox plan`
 """
-    return comment + write_yaml(choice.values)
+    return comment + write_yaml(fitting.values)
