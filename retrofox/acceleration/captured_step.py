@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from retrofox.acceleration.fused_decoder_layer import ALONE, lean
+from retrofox.acceleration.fused_decoder_layer import ALONE, fused_layers
 from retrofox.acceleration.growing_cache import CACHE, GrowingLayer
 from retrofox.acceleration.static_cache import LEAST_ROOM, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
 
@@ -104,25 +104,25 @@ class Decoding:
                     layer.shift(left)
                 length.shift(left)
 
-    def step(self, choice: Any) -> None:
-        """One token further, as a `cuda_graph_decoding.Choice` chooses it."""
+    def step(self, sampler: Any) -> None:
+        """One token further, as a `cuda_graph_decoding.Sampler` chooses it."""
         self._make_room()
         if self.graph is None and self.warm and self.captures:
-            self._capture(choice)
+            self._capture(sampler)
         if self.graph is not None:
             self.graph.replay()
         else:
             with _beside(self.tokens.device) if self.captures else contextlib.nullcontext():
-                self._run(choice)
+                self._run(sampler)
             self.warm = True
-        if not choice.captures:
-            choice.from_host(self.logits)
+        if not sampler.captures:
+            sampler.from_host(self.logits)
         self.fed += 1
         for length in self.by_window.values():
             length.tokens += 1
 
-    def _run(self, choice: Any) -> None:
-        with lean(self.model):
+    def _run(self, sampler: Any) -> None:
+        with fused_layers(self.model):
             output = self.model(
                 input_ids=self.tokens,
                 position_ids=self.positions,
@@ -134,10 +134,10 @@ class Decoding:
         self.logits = output.logits[:, -1].float()
         self.positions.add_(1)
         self.lengths.advance()
-        if choice.captures:
-            choice.on_device(self.logits)
+        if sampler.captures:
+            sampler.on_device(self.logits)
 
-    def _capture(self, choice: Any) -> None:
+    def _capture(self, sampler: Any) -> None:
         """Records a step; where that fails, steps go on uncaptured, and it is said why."""
         collects = gc.isenabled()
         graph = torch.cuda.CUDAGraph()
@@ -148,7 +148,7 @@ class Decoding:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._run(choice)
+                    self._run(sampler)
                 except Exception as error:  # whatever in a model's forward can't be recorded
                     failure = error
                 graph.capture_end()

@@ -124,8 +124,8 @@ def decode(
         return ids
     decoding = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
     with decoding:
-        choice = Choice(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
-        ids = _loop(decoding, choice, streamer)
+        sampler = Sampler(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
+        ids = _loop(decoding, sampler, streamer)
     model.decoded_by = decoding.how
     if streamer is not None:
         streamer.end()
@@ -138,14 +138,14 @@ def _first(
     """A prompt of T = `length` tokens and a token more by transformers' loop: ids (B, T + 1), and which rows go on."""
     total = stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, length + 1)))
-    one = _One(stopping_criteria)
+    one = _StopAfterOneToken(stopping_criteria)
     ids = loop(stopping_criteria=one, streamer=None if streamer is None else _WithoutEnd(streamer))
     del cache.tokens_to_reserve
     assert one.done is not None, "the loop asks its stopping criteria after each token"
     return ids, ~one.done
 
 
-class _One(StoppingCriteriaList):
+class _StopAfterOneToken(StoppingCriteriaList):
     """The criteria given, remembered and overruled: transformers' loop stops after one token."""
 
     def __init__(self, criteria: Any):
@@ -167,7 +167,7 @@ class _WithoutEnd:
         pass
 
 
-class Choice:
+class Sampler:
     """Which token comes next, and which rows have ended: transformers' processors, criteria and draws, in its order.
 
     Greedy search without processors is made of device operations only (`captures`), so it may be part of the graph. ids
@@ -217,44 +217,46 @@ class Choice:
         self.unfinished.logical_and_(~self.criteria(self.ids[:, : self.column + 1], None))
 
 
-def _loop(decoding: Decoding, choice: Choice, streamer: Any) -> torch.Tensor:
+def _loop(decoding: Decoding, sampler: Sampler, streamer: Any) -> torch.Tensor:
     """Decodes until all rows have ended; returns the ids (B, tokens).
 
     On a GPU the host learns one step late that the last row has ended, so that the GPU never waits for it; what the
     step too many drew is put back.
     """
-    lag = 1 if choice.ids.is_cuda else 0
-    marks: collections.deque[_Mark] = collections.deque()
-    decoding.end, decoding.tokens = choice.column, choice.tokens
-    while choice.column < choice.total:
-        mark = _Mark(choice)
-        decoding.step(choice)
-        choice.column += 1
-        mark.note(choice, streamer is not None)
-        marks.append(mark)
-        while len(marks) > lag or (marks and choice.column == choice.total):
-            first = marks.popleft()
+    lag = 1 if sampler.ids.is_cuda else 0
+    pending: collections.deque[_PendingToken] = collections.deque()
+    decoding.end, decoding.tokens = sampler.column, sampler.tokens
+    while sampler.column < sampler.total:
+        token = _PendingToken(sampler)
+        decoding.step(sampler)
+        sampler.column += 1
+        token.note(sampler, streamer is not None)
+        pending.append(token)
+        while len(pending) > lag or (pending and sampler.column == sampler.total):
+            first = pending.popleft()
             done = first.arrived(streamer)
             decoding.end = first.column
             if done:
-                if marks:
-                    marks[0].undraw()
-                return choice.ids[:, : first.column]
-    return choice.ids[:, : choice.column]
+                if pending:
+                    pending[0].undraw()
+                return sampler.ids[:, : first.column]
+    return sampler.ids[:, : sampler.column]
 
 
-class _Mark:
-    """What one step gave, on its way to the host."""
+class _PendingToken:
+    """The token of one step, on its way to the host."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, sampler: Sampler):
         self.generator = self.drawn = self.event = None
-        if choice.samples and choice.ids.is_cuda:
-            self.generator = torch.cuda.default_generators[choice.ids.device.index or 0]
+        if sampler.samples and sampler.ids.is_cuda:
+            self.generator = torch.cuda.default_generators[sampler.ids.device.index or 0]
             self.drawn = self.generator.get_offset()
 
-    def note(self, choice: Choice, tokens: bool) -> None:
-        self.column, pinned = choice.column, choice.ids.is_cuda
-        told = torch.cat([choice.unfinished.any()[None].long(), choice.tokens[:, 0]]) if tokens else choice.unfinished
+    def note(self, sampler: Sampler, tokens: bool) -> None:
+        self.column, pinned = sampler.column, sampler.ids.is_cuda
+        told = (
+            torch.cat([sampler.unfinished.any()[None].long(), sampler.tokens[:, 0]]) if tokens else sampler.unfinished
+        )
         if not pinned:
             self.told = told.clone()
             return

@@ -43,15 +43,15 @@ def has_global_hooks() -> bool:
     return bool(_hooks._has_any_global_hook())
 
 
-class Sums:
-    """Runs the plain layers of a decoder so that each residual sum is part of the norm that reads it.
+class ResidualFusion:
+    """Fuses each residual sum of a decoder's plain layers into the norm that reads it.
 
-    A layer leaves its MLP's output here instead of adding it; the next layer's first norm, or the last norm, adds it.
+    A layer stores its MLP's output here instead of adding it; the next layer's first norm, or the last norm, adds it.
     """
 
     def __init__(self, last: Any):
         self.last = last
-        self.left: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
 
     def normed(self, norm: Any, x: torch.Tensor, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + new, its norm)."""
@@ -62,18 +62,18 @@ class Sums:
 
     def layer(self, module: Any) -> Any:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            left, self.left = self.left, None
-            x, h = self.normed(module.input_layernorm, hidden_states, left)
+            new, self.pending = self.pending, None
+            x, h = self.normed(module.input_layernorm, hidden_states, new)
             attended, _ = module.self_attn(hidden_states=h, **dict(zip(ORDER, args, strict=False)), **kwargs)
             x, h = self.normed(module.post_attention_layernorm, x, attended)
-            self.left = module.mlp(h)
+            self.pending = module.mlp(h)
             return x
 
         return forward
 
     def end(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        left, self.left = self.left, None
-        return self.normed(self.last, hidden_states, left)[1]
+        new, self.pending = self.pending, None
+        return self.normed(self.last, hidden_states, new)[1]
 
 
 ORDER = ("attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings")
@@ -108,7 +108,7 @@ ALONE = threading.RLock()
 
 
 def for_this_thread(module: Any, forward: Any) -> Any:
-    """`forward` for the thread that asks, the module's own for others, which may be anywhere between two modules."""
+    """The fused `forward` on the calling thread alone: other threads may be in the middle of the model."""
     own, thread = type(module).forward, threading.get_ident()
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -118,14 +118,13 @@ def for_this_thread(module: Any, forward: Any) -> Any:
 
 
 @contextlib.contextmanager
-def lean(model: Any) -> Iterator[int]:
+def fused_layers(model: Any) -> Iterator[int]:
     """Inside, plain layers of a causal model run with fewer launches; yields how many modules were found.
 
-    A layer's residual sums go into norms only where all layers and the last norm are plain: what one leaves the next
-    must take.
+    Residual fusion needs every layer, and the last norm, to be fusable.
     """
     with ALONE:
-        changed = _leaner(model)
+        changed = _fused_forwards(model)
         for module, forward in changed.items():
             module.forward = for_this_thread(module, forward)
         try:
@@ -145,7 +144,7 @@ def _is_gate(module: Any) -> bool:
     return kind.__name__ == "ForgetGate" and kind.forward.__module__ == kind.__module__ and untouched(module)
 
 
-def _leaner(model: Any) -> dict[Any, Any]:
+def _fused_forwards(model: Any) -> dict[Any, Any]:
     """Module -> its forward with fewer launches."""
     decoder = model.get_decoder()
     layers, last = list(decoder.layers), getattr(decoder, "norm", None)
@@ -158,8 +157,8 @@ def _leaner(model: Any) -> dict[Any, Any]:
     if all(written_like(x, modeling_llama.LlamaDecoderLayer) for x in layers) and all(
         x is not None and written_like(x, modeling_llama.LlamaRMSNorm) for x in (*norms, last)
     ):
-        sums = Sums(last)
-        changed |= {layer: sums.layer(layer) for layer in layers} | {last: sums.end}
+        fusion = ResidualFusion(last)
+        changed |= {layer: fusion.layer(layer) for layer in layers} | {last: fusion.end}
         alone = [x for layer in layers for x in layer.self_attn.modules()]
     else:
         alone = list(decoder.modules())

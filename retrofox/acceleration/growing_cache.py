@@ -29,7 +29,7 @@ class GrowingLayer(DynamicLayer):
 
     Attributes:
         keys, values: (B, Hkv, S, width), views of the first S tokens of what is allocated.
-        sums: (B, 2 H, S, 1) float32, likewise: c of every query head, then what rounding it lost.
+        sums: (B, 2 H, S, 1) float32, likewise: c per query head as two floats, all rounded ones, then their residuals.
 
     Raises:
         ValueError: keys arrive without gates, or `keys` was replaced from outside.

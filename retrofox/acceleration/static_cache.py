@@ -64,9 +64,9 @@ class SharedLength:
 class FixedLayer(GrowingLayer):
     """A cache layer in rooms of a fixed size: `update` writes where the device-side length says.
 
-    It takes the place of a GrowingLayer, whose rooms it uses where they are large enough, or of a transformers layer
-    with a sliding window, and gives back what it holds with `returned`. In the latter's place it keeps the window and
-    up to `SHIFT_EVERY` tokens (or a quarter of the window) that have left it.
+    It replaces a GrowingLayer, whose buffers it uses where they are large enough, or a transformers layer with a
+    sliding window; `returned` gives the tokens back. For a sliding-window layer it keeps up to `window + SHIFT_EVERY`
+    tokens, or `window` and a quarter where that is more.
 
     Args:
         source: the layer to stand in for, not empty.
@@ -159,7 +159,7 @@ class FixedLayer(GrowingLayer):
             room[:, :, :kept] = room[:, :, tokens : tokens + kept].clone()
 
     def returned(self, tokens: int, ahead: int) -> Any:
-        """The source, with what has been written since: `tokens` in all, the last `ahead` in the rooms left out."""
+        """The source with the `tokens` tokens of the text so far, without the last `ahead` that were written here."""
         source = self.source
         if isinstance(source, GrowingLayer):
             source._show(tokens)

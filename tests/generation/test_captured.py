@@ -65,8 +65,8 @@ def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu,
     seen = []
     step = captured.Decoding._run
 
-    def noted(self, choice):
-        step(self, choice)
+    def noted(self, sampler):
+        step(self, sampler)
         seen.append(self.logits.clone())
 
     fixed_on_cpu.setattr(captured.Decoding, "_run", noted)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from retrofox.acceleration import cuda_graph_decoding as captured
-from retrofox.acceleration import fused_decoder_layer as lean
+from retrofox.acceleration import fused_decoder_layer as fused
 
 
 def twins(monkeypatch) -> list[str]:
@@ -33,10 +33,10 @@ def twins(monkeypatch) -> list[str]:
         calls.append("gate")
         return gate_torch(x, weight, bias)
 
-    monkeypatch.setattr(lean, "gate_rows", gate)
-    monkeypatch.setattr(lean, "leans", lambda x, weight=None: True)
-    monkeypatch.setattr(lean, "add_norm", norm)
-    monkeypatch.setattr(lean, "silu_mul", product)
+    monkeypatch.setattr(fused, "gate_rows", gate)
+    monkeypatch.setattr(fused, "leans", lambda x, weight=None: True)
+    monkeypatch.setattr(fused, "add_norm", norm)
+    monkeypatch.setattr(fused, "silu_mul", product)
     return calls
 
 
@@ -50,7 +50,7 @@ def test_a_plain_model_gives_the_same_bits(pico_fox, monkeypatch, dtype):
         ids = torch.arange(2, 20)[None]
         expected = model(ids).logits
         calls = twins(monkeypatch)
-        with lean.lean(model) as found:
+        with fused.fused_layers(model) as found:
             logits = model(ids).logits
     assert found == 2 * 3 + 1
     layer = ["gate", "sum and norm", "silu", "sum and norm"]
@@ -66,7 +66,7 @@ def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
     model = pico_fox()
     seen = []
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
-    with torch.no_grad(), lean.lean(model) as found:
+    with torch.no_grad(), fused.fused_layers(model) as found:
         model(torch.arange(2, 20)[None])
     assert found == 4 + 4  # the MLPs, the gates, and norms one by one
     assert calls == ["norm", "gate", "norm", "silu", "gate", "norm", "silu", "norm"]
@@ -78,10 +78,10 @@ def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
 
     model = pico_fox()
     model.model.norm.__class__ = Own
-    with lean.lean(model) as found:
+    with fused.fused_layers(model) as found:
         assert found == 4 + 4
     model.model.layers[0].mlp.act_fn = nn.GELU()
-    with lean.lean(model) as found:
+    with fused.fused_layers(model) as found:
         assert found == 3 + 4
 
 
@@ -91,7 +91,7 @@ def test_a_patched_class_is_left_alone(pico_fox, monkeypatch, name, left):
     own = plain.forward
     monkeypatch.setattr(plain, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
     model = pico_fox()
-    with lean.lean(model) as found:
+    with fused.fused_layers(model) as found:
         assert found == left
         assert not any("forward" in x.__dict__ for x in model.modules() if type(x) is plain)
 
@@ -107,7 +107,7 @@ def test_hooks_of_all_modules_take_transformers_loop(pico_fox, monkeypatch):
     assert "hooks on all modules" in model.decoded_by
 
 
-def test_a_captured_step_is_lean(pico_fox, monkeypatch):
+def test_a_captured_step_runs_fused_layers(pico_fox, monkeypatch):
     model, ids = pico_fox(), torch.arange(2, 20)[None]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     expected = model.generate(ids, **options)
@@ -127,6 +127,6 @@ def test_another_thread_runs_the_layers_own(pico_fox):
         return model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, ids))
 
     expected = run()
-    with lean.lean(model), ThreadPoolExecutor(1) as other:
+    with fused.fused_layers(model), ThreadPoolExecutor(1) as other:
         assert not torch.equal(run(), expected)  # without what its MLP adds
         assert torch.equal(other.submit(run).result(), expected)
