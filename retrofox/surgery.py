@@ -40,7 +40,7 @@ DROPPED = (
     "transformers_weights",
     *ATTENTION,
 )
-"""Keys of a base's config that are its own and not its converted model's."""
+"""Keys of a base's config that are not copied to the converted model's."""
 
 
 @dataclass

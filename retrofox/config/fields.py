@@ -72,7 +72,7 @@ class Section(BaseModel):
     """Other programs' names for keys of this section, or keys without a counterpart here -> what to do."""
 
     old_names: ClassVar[dict[str, str]] = {}
-    """Former names of keys of this section -> their names, for recipes of then."""
+    """Former names of keys of this section -> their names; older recipes go on loading."""
 
     @model_validator(mode="before")
     @classmethod

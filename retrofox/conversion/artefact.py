@@ -31,10 +31,10 @@ from retrofox.support.memory import peak_bytes
 from retrofox.surgery import Plan, apply, make_plan
 from retrofox.version import __version__
 
-Source = str | Path | PreTrainedModel
+ModelSource = str | Path | PreTrainedModel
 
 
-def plan_for(source: Source, spec: FoxSpec, revision: str | None = None) -> Plan:
+def plan_for(source: ModelSource, spec: FoxSpec, revision: str | None = None) -> Plan:
     """The plan of a conversion, without reading a weight. Errors as in `retrofox.convert`."""
     live = isinstance(source, PreTrainedModel)
     if revision is not None and (live or Path(source).exists()):
@@ -75,7 +75,7 @@ def preview(
     return plan, values
 
 
-def check_options(source: Source | None, spec: FoxSpec, link: bool, texts: Sequence[Text]) -> None:
+def check_options(source: ModelSource | None, spec: FoxSpec, link: bool, texts: Sequence[Text]) -> None:
     """Raises ValueError for options that a conversion would ignore, FileNotFoundError for a text that is not there.
 
     Args:
@@ -95,7 +95,7 @@ def check_options(source: Source | None, spec: FoxSpec, link: bool, texts: Seque
 
 
 def write(
-    source: Source,
+    source: ModelSource,
     out: Path,
     spec: FoxSpec,
     *,
@@ -157,7 +157,7 @@ def write(
     return report
 
 
-def _save(place: Source, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> str:
+def _save(place: ModelSource, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> str:
     """Saves the converted form of a model that is in memory, or has to come there; returns where it came from."""
     if isinstance(place, PreTrainedModel):
         base, tokenizer, how = place, tokenizer_of_live(place), "saved from memory"
