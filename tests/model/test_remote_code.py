@@ -13,6 +13,7 @@ import retrofox
 from retrofox.model import modeling_fox
 from tests.conftest import DEEPSEEK
 
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24}
 TOKENS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 SPECS = {
     "plain": {},
@@ -20,6 +21,12 @@ SPECS = {
     "latent": {"family": "deepseek_v2", "config": DEEPSEEK, "rope": "interpolate", "pro": "output-norm,output-gate"},
     "latent, horizon": {"family": "deepseek_v3", "config": DEEPSEEK, "horizon": 6.0, "half_life": (1.0, 9.0)},
     "no gate": {"gate": "none", "rope": "drop", "log_n": 8},
+    "caps": {
+        "family": "gemma2",
+        "config": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    },
+    "logits divided": {"family": "granite", "config": {"attention_multiplier": 0.2, "logits_scaling": 3.0}},
+    "logits scaled": {"family": "cohere", "config": {"logit_scale": 0.25, "use_qk_norm": True}},
 }
 PROGRAM = """
 import sys
@@ -40,7 +47,11 @@ for where in sys.argv[1:]:
     with torch.no_grad():
         logits = model(tokens).logits
         hidden = AutoModel.from_pretrained(where, trust_remote_code=True).eval()(tokens).last_hidden_state
-    assert torch.allclose(model.lm_head(hidden), logits, atol=1e-6)
+    config, scores = model.config, model.lm_head(hidden)
+    scores = scores * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        scores = config.final_logit_softcapping * torch.tanh(scores / config.final_logit_softcapping)
+    assert torch.allclose(scores, logits, atol=1e-6)
     options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     generated = model.generate(tokens, **options)
     assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
