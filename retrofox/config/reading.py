@@ -106,7 +106,7 @@ def _explain(item: Any) -> tuple[str, str]:
         return key, "required key is missing"
     if kind == "extra_forbidden":
         known = list(section.model_fields)
-        hint = section.hints.get(place[-1]) or _did_you_mean(place[-1], known)
+        hint = section.hints.get(place[-1]) or _only_with(place[-1], section) or _did_you_mean(place[-1], known)
         return key, f"unknown key, given {shown}{hint and f' ({hint})'}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
         allowed = context["expected"]
@@ -114,6 +114,14 @@ def _explain(item: Any) -> tuple[str, str]:
         return key, f"given {shown}, allowed {allowed}{hint and f' ({hint})'}"
     message = item["msg"].removeprefix("Value error, ")
     return key, message[0].lower() + message[1:] + ("" if kind == "value_error" else f", given {shown}")
+
+
+def _only_with(key: str, section: type[Section]) -> str:
+    """The objectives whose stages have a key that a stage of another objective was given."""
+    kinds = _sections(Recipe.model_fields["stages"].annotation)
+    having = [kind for kind in kinds if section in kinds and key in kind.model_fields]
+    objectives = [name for kind in having for name in get_args(kind.model_fields["objective"].annotation)]
+    return f"only with objective {' or '.join(objectives)}" if objectives else ""
 
 
 def _did_you_mean(given: object, known: list[str]) -> str:

@@ -84,7 +84,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}", ["rates.rest must be 0"]),
         ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
-        ("stages.0.temperature=2", ["temperature: unknown key, given 2"]),
+        ("stages.0.temperature=2", ["temperature: unknown key, given 2 (only with objective distill)."]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
@@ -117,7 +117,7 @@ def extends(recipe: Recipe) -> ExtendStage:
 @pytest.mark.parametrize("objective", ["adapt", "align", "distill"])
 def test_only_extend_takes_positions_that_skip(recipe_file, objective):
     stage = f"stages.0={{objective: {objective}, tokens: 9, sequence_length: 3, max_position: 9}}"
-    with pytest.raises(ValueError, match=r"max_position: unknown key, given 9"):
+    with pytest.raises(ValueError, match=r"max_position: unknown key, given 9 \(only with objective extend\)"):
         load_recipe(recipe_file, [stage])
     assert extends(load_recipe(recipe_file, [stage.replace(objective, "extend")])).max_position == 9
 
