@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def begin(out: Path, fresh: bool) -> Path:
-    """OUT, there to be written to, and with --fresh without what a demo left; what no demo wrote is never removed."""
+    """Makes OUT; with --fresh removes the files of an earlier demo, and never others."""
     if out.exists() and not out.is_dir():
         raise SystemExit(f"demo: {out} is a file: name a folder with --out")
     there = [name for name in WRITTEN if (out / name).exists()]

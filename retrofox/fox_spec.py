@@ -62,13 +62,14 @@ class FoxSpec(FoxFields):
     s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
 
     Args:
-        rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
-            fast ones as before (the ramp of YaRN, see `interpolated`); "keep" every rotary pair; "drop" all;
+        rope: "interpolate": pairs with wavelengths near the trained length or longer are slowed by up to `rope_factor`,
+            fast ones stay as they are (the ramp of YaRN, see `interpolated`); "keep" every rotary pair; "drop" all;
             "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
             `anneal_to` over `anneal_tokens` training tokens, lowest frequencies first. None = "partial" where
             max_wavelength is given, else "interpolate".
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
-        rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
+        rope_length: "interpolate": tokens of the base's training context, which decides the pairs that are slowed;
+            None = as its config says.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
             mapping such as {0: .inf, 20: 0}.

@@ -22,7 +22,7 @@ INTERFACE = 1
 
 
 def attach(code: Any) -> None:
-    """Makes a modeling_fox module fast; one of another interface stays as it is."""
+    """Makes a modeling_fox module fast; modules with another interface stay as they are."""
     if code.ACCELERATION != INTERFACE:
         return
     code.forgetting_attention = forgetting_attention
@@ -44,7 +44,7 @@ def attach(code: Any) -> None:
         return decode(self, super(sample, self)._sample, *args, **kwargs)
 
     def _prepare_cache_for_generation(self: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A new plain cache becomes one that frees what the model's horizon hides, where that is the better one."""
+        """Replaces a new plain cache by a ForgettingCache where `forgets` says so."""
         given = inputs.get(code.CACHE)
         result = super(sample, self)._prepare_cache_for_generation(config, inputs, *args, **kwargs)
         plain = given is None and config.cache_implementation is None and type(inputs.get(code.CACHE)) is DynamicCache

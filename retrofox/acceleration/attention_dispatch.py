@@ -54,7 +54,7 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
 
 
 def _options(call: Any) -> dict[str, Any]:
-    """Of code saved beside a checkpoint, too, which may still name what to prune: an approximation of all keys."""
+    """The call's options without `prune`, an approximation that code of older checkpoints may still ask for."""
     return {name: value for name, value in call.options.items() if name != "prune"}
 
 

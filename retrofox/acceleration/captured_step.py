@@ -20,7 +20,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def reads_for(tokens: int) -> int:
-    """What a step reads of a cache that holds up to this many tokens: a power of two."""
+    """Tokens that a step reads of a cache with up to this many: a power of two."""
     return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
@@ -88,7 +88,7 @@ class Decoding:
             length.reads = min(*rooms, self.windows[window] if window else reads_for(length.tokens + 1), rooms[0])
 
     def _make_room(self) -> None:
-        """Before a step: rooms, and what is read of them, must take one more token."""
+        """Before a step: makes room for one more token in the buffers, and in the part of them that is read."""
         for window, length in self.by_window.items():
             if length.tokens < length.reads:
                 continue
@@ -173,9 +173,9 @@ def _warn(why: str) -> None:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: a capture needs one, and what it launches first must have run there once.
+    """Runs the block on a side stream: a capture needs one, and each kernel must have run there once before.
 
-    One thread at a time: what another launched there would become part of the capture.
+    One thread at a time: launches of another would become part of the capture.
     """
     with ALONE:
         stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)

@@ -30,7 +30,7 @@ KNOWN_INPUTS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
     "tokenizer",
 }  # fmt: skip
-"""What a step is given anew; other model inputs that aren't None keep transformers' loop."""
+"""Model inputs that a step makes itself; others that aren't None keep transformers' loop."""
 logger = logging.getLogger(__name__)
 
 
@@ -171,7 +171,7 @@ class Sampler:
     """Which token comes next, and which rows have ended: transformers' processors, criteria and draws, in its order.
 
     Greedy search without processors is made of device operations only (`captures`), so it may be part of the graph. ids
-    (B, total) holds what there is so far, `column` where the next token goes.
+    (B, total) holds the tokens so far, `column` is the next token's place.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class Sampler:
 def _loop(decoding: Decoding, sampler: Sampler, streamer: Any) -> torch.Tensor:
     """Decodes until all rows have ended; returns the ids (B, tokens).
 
-    On a GPU the host learns one step late that the last row has ended, so that the GPU never waits for it; what the
-    step too many drew is put back.
+    On a GPU the host learns one step late that the last row has ended, so that the GPU never waits for it; the random
+    numbers of the extra step are given back.
     """
     lag = 1 if sampler.ids.is_cuda else 0
     pending: collections.deque[_PendingToken] = collections.deque()

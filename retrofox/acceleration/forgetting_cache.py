@@ -77,7 +77,7 @@ class ForgettingLayer(DynamicLayer):
         return shown
 
     def _show(self) -> None:
-        """Every group at `seen` tokens: what came since was cropped, or left by a call that was interrupted."""
+        """Cuts groups back to `seen` tokens: later ones were cropped, or come from an interrupted call."""
         for group, base in zip(self.groups, self.bases, strict=True):
             if group.is_initialized and group.get_seq_length() != base + self.seen:
                 group._show(base + self.seen)
@@ -90,7 +90,7 @@ class ForgettingLayer(DynamicLayer):
         return [list(x) for x in zip(*(x[self.order].split(sizes) for x in tensors), strict=True)]
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
-        """What the groups have, over all pairs (B * Hkv, ...)."""
+        """The groups' tensors as one over all pairs (B * Hkv, ...)."""
         return parts[0] if len(parts) == 1 else torch.cat(parts)[self.inverse]
 
     def previous(self, count: int, head_dim: int) -> list[Tensor] | None:
@@ -130,9 +130,9 @@ class ForgettingLayer(DynamicLayer):
         return gates
 
     def forget(self, call: Any) -> None:
-        """Drops what the options of this call hide from the newest PAGE tokens and from all that follow.
+        """Frees keys that this call's options hide from the newest PAGE tokens and from all later ones.
 
-        Looks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
+        Checks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
         horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
@@ -248,7 +248,7 @@ class ForgettingLayer(DynamicLayer):
 class ForgettingCache(DynamicCache):
     """The cache of a converted model with a horizon: it holds live keys only.
 
-    `generate` makes one where `forgets` says so; others are given to it as its cache.
+    `generate` makes one where `forgets` says so; elsewhere pass one as its cache.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def forgets(model: Any) -> bool:
 
 
 def by_live_keys(call: Any, attend: Callable[[Any], Tensor]) -> Tensor:
-    """(B, T, H, D): the attention over live keys, and what it leaves behind."""
+    """(B, T, H, D): attention over live keys; keys that the horizon hides from now on are freed."""
     layer = call.gates.layer
     out = layer.attend(call, attend)
     layer.forget(call)

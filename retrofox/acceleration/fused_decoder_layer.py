@@ -26,7 +26,7 @@ from retrofox.acceleration.installed_kernels import add_norm, gate_rows, leans, 
 
 
 def written_like(module: nn.Module, plain: type) -> bool:
-    """Whether a module's forward is what runs, comes from transformers' own files and reads as that of `plain`."""
+    """Whether a module runs its class's forward, one of transformers' files that reads as that of `plain`."""
     forward, other = type(module).forward, plain.forward  # type: ignore[attr-defined]
     return untouched(module) and shipped(forward) and shipped(other) and source(forward) == source(other)
 

@@ -28,7 +28,7 @@ PLAIN = (
 
 
 def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A copy of a native attention forward with `replacement` for apply_rotary_pos_emb; None if it calls no or another.
+    """A copy of a native attention forward with `replacement` for apply_rotary_pos_emb; None where it calls none.
 
     The copy has globals of its own, so nothing else sees the change. They carry no __name__: torch.compile would
     look names up in the module of that name and find the real function.
@@ -122,7 +122,7 @@ def shipped(function: Any) -> bool:
 
 
 class Projections:
-    """An attention module seen as one whose projections are done: `entry` made q, k, v and the gates together.
+    """Stands in for an attention module: `entry` has computed q, k, v and the gates together.
 
     The native forward runs with this in place of `self`. Projections with hooks, adapters, quantised or sharded weights
     are left alone (`enterable`).

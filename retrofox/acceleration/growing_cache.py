@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from retrofox.acceleration.installed_kernels import append, appends
 
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
+"""transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
 SPARE_TOKENS, SPARE_PART = 64, 16  # room for more tokens, or a sixteenth of those there: new memory costs time
@@ -117,7 +117,7 @@ class GrowingLayer(DynamicLayer):
         return torch.cat(two_floats(c), 1)[..., None]
 
     def _move(self, like: list[torch.Tensor], end: int) -> None:
-        """What there is into memory for `end` tokens and some more; as wide and of the dtype as `like`."""
+        """Moves the tensors into buffers for `end` tokens and some more, with the width and dtype of `like`."""
         old = [room[:, :, : self._length] for room in self._rooms]
         fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
         self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
@@ -175,7 +175,7 @@ class GrowingLayer(DynamicLayer):
         self._forget()
 
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """c as (rounded, what that lost), each (B, H, S) float32."""
+        """c as two floats (rounded, residual), each (B, H, S) float32."""
         if torch.is_grad_enabled() and self.newest_log_f.requires_grad:
             c = summed(self.log_f())
             return c, torch.zeros_like(c)
@@ -220,6 +220,6 @@ def summed(log_f: torch.Tensor) -> torch.Tensor:
 
 
 def two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32, what rounding to it lost) of a float64 tensor."""
+    """(float32, residual of the rounding) of a float64 tensor."""
     high = c.float()
     return high, (c - high).float()

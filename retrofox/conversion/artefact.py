@@ -110,7 +110,7 @@ def write(
     A Hub id is fetched first: config.json, by which it may be refused, then the rest; everything after reads the copy.
 
     Args:
-        texts: what init "measured" measures the heads on: files, globs, hf:...
+        texts: to measure the heads on with init "measured": files, globs, hf:...
 
     Raises:
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
@@ -158,7 +158,7 @@ def write(
 
 
 def _save(place: ModelSource, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> str:
-    """Saves the converted form of a model that is in memory, or has to come there; returns where it came from."""
+    """Saves the converted form of a live model, or of one that must be loaded; returns where it came from."""
     if isinstance(place, PreTrainedModel):
         base, tokenizer, how = place, tokenizer_of_live(place), "saved from memory"
         if any(parameter.is_meta for parameter in base.parameters()):

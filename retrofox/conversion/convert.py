@@ -32,12 +32,12 @@ def convert(
     Args:
         source: a live transformers model, a Hub id, a local directory or a .gguf file.
         out: directory to write; None returns the converted model instead.
-        fox: what to convert to; None = FoxSpec(): partial RoPE, data-dependent gates on a ladder of half-lives, one
+        fox: what to convert to; None = FoxSpec(): stretched RoPE, data-dependent gates on a ladder of half-lives, one
             sink token.
         link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
-        texts: what init "measured" measures the heads on: files, globs, hf:...
+        texts: to measure the heads on with init "measured": files, globs, hf:...
 
     Returns:
         The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written

@@ -1,4 +1,4 @@
-"""What `retrofox convert` shows: the plan, the copying, the parity proof."""
+"""Output of `retrofox convert`: the plan, the copying, the parity proof."""
 
 from __future__ import annotations
 

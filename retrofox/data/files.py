@@ -90,7 +90,7 @@ class Digests:
 
     @classmethod
     def load(cls, path: Path) -> Digests:
-        """Those kept in a file; none, if there is no such file or it is damaged: they are only a memory."""
+        """The digests kept in a file; empty where there is none, or a damaged one: files are hashed again then."""
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):

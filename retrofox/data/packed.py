@@ -174,7 +174,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
 
 def skipping(count: int, max_position: int, random: np.random.Generator) -> np.ndarray:
-    """What to add to positions 0 .. count - 1 of a segment, (count,) int64: 0, then one skip from a random token on.
+    """Offsets to add to positions 0 .. count - 1 of a segment, (count,) int64: 0, then one skip from a random token on.
 
     The skip is uniform in 0 .. max_position - count, so tokens on both sides of it meet at every distance below
     max_position, while each side keeps its own order. A share 1 - SKIPPING_SHARE of the segments has none.

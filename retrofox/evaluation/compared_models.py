@@ -97,7 +97,7 @@ def compare(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Comparison:
-    """What will be compared; refuses, before any weights are loaded, what can't be measured.
+    """The models to compare; refuses those that can't be measured before any weights are loaded.
 
     Args:
         against: one model, several or None.
@@ -126,7 +126,7 @@ def compare(
 
 
 def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:
-    """What reports say of a column beside its figures: where it came from, what it ran in, speed and peak memory."""
+    """A column's notes in reports: source, dtype and device, speed and peak memory."""
     return {
         "source": opened.source,
         "dtype": str(next(opened.model.parameters()).dtype).removeprefix("torch."),

@@ -157,7 +157,7 @@ def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
 
 
 def _heads(layer: int, gate: Any, decay: torch.Tensor, length: int, trained: int) -> list[dict[str, Any]]:
-    """What is said of each gate of a layer; `decay` (H,) is its mean of -log f."""
+    """The report's entry of each gate of a layer; `decay` (H,) is its mean of -log f."""
     return [
         {
             "layer": layer,

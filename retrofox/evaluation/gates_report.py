@@ -1,4 +1,4 @@
-"""What `retrofox inspect` reports: tables of half-lives and live shares, which heads look facts up, files."""
+"""Reports of `retrofox inspect`: tables of half-lives and live shares, which heads look facts up, files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def print_live_share(live: dict[str, Any], console: Console) -> None:
 
 
 def decoding_note(live: dict[str, Any]) -> str:
-    """What the predicted milliseconds of a decoded token are."""
+    """How the predicted milliseconds of a decoded token were computed."""
     return (
         "decode ms: predicted, not measured: the time to read weights and live cache once at "
         f"{live['bandwidth'] / 1e12:g} TB/s, an H100's by its data sheet, for one text"

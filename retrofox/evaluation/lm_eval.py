@@ -21,7 +21,7 @@ from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import print_table
 
 LABELS = ("alias", "name", "sample_len")
-"""What lm-eval puts among the metrics."""
+"""Entries that lm-eval puts among the metrics and that are none."""
 RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Lengths for which lm-eval's RULER has a metric."""
 BOOTSTRAP = 200

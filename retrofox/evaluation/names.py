@@ -70,7 +70,7 @@ def refuse_unknown(tasks: Sequence[str], include_path: str | None) -> None:
 
 
 def unknown_tasks(names: Sequence[str]) -> ValueError:
-    """What is raised for names that lm-eval does not know."""
+    """The error for names that lm-eval does not know."""
     return ValueError(
         f"unknown task {', '.join(names)}; `lm_eval ls tasks` lists lm-eval's own, include_path adds a directory, "
         f"presets are {', '.join(PRESETS)}"

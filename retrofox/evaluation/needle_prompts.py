@@ -56,7 +56,7 @@ class Haystack:
 
     @cached_property
     def start(self) -> list[int]:
-        """What the tokenizer puts before every text, such as <s>."""
+        """Tokens that the tokenizer puts before every text, such as <s>."""
         return list(self.tokenizer("")["input_ids"])
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What `retrofox needle` reports: shares by length and depth, a table for each mode, figures."""
+"""Reports of `retrofox needle`: shares by length and depth, a table for each mode, figures."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
     if kind == "none":
         return None
     if kind == "forgetting" and (getattr(model.config, "fox", None) or {}).get("horizon") is None:
-        raise ValueError("a cache that forgets needs a model with a horizon (fox.horizon), which this one has not")
+        raise ValueError('cache "forgetting" needs a model with a horizon (fox.horizon): take "full"')
     forgetting = kind == "forgetting" or (kind == "auto" and forgets(model))
     return ForgettingCache() if forgetting else DynamicCache(config=model.config)
 

@@ -1,4 +1,4 @@
-"""Using a model: generation with the key/value-and-gate cache, batched and streamed; a chat that keeps its cache."""
+"""Generation with a cache of keys, values and gates: batched, left-padded, streamed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ QUERIES = 1024
 
 @dataclass
 class Start:
-    """What was measured, by layer.
+    """Measurements of heads and the starts chosen from them, by layer.
 
     Attributes:
         distances: median attention distance of each head, in tokens.

@@ -1,7 +1,7 @@
 """Attention of every head of a converted model, watched while the model runs.
 
-The attention function is listened to and its weights are made again, a block of queries at a time, so that no T x T
-matrix exists. A base model is watched in its converted form in mode "original", which gives the base's attention.
+A wrapper of the attention function computes its weights again, a block of queries at a time, so that no T x T matrix
+exists. A base model is watched in its converted form in mode "original", which gives the base's attention.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def open_model(
     Args:
         source: Hub id, local directory, .gguf file, or a model that is already in memory.
         tokenizer: used instead of the one that lies beside the model.
-        reads_text: whether a tokenizer is needed; without, one that is not given is None.
+        reads_text: whether a tokenizer is needed; if not, none is looked for.
         dtype: "float32", "bfloat16", "float16" or a torch dtype; None = bfloat16 on a GPU, float32 on a CPU. A live
             model keeps the dtype it has.
         device: None = the GPU if there is one, else the CPU; a live model then stays where it is.

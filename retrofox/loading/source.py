@@ -48,7 +48,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the Hub refuses, does not answer or is not asked.
+    """Errors of huggingface_hub where the Hub refuses, does not answer or is not asked.
 
     OSError, and the base of all errors of the HTTP client in use, httpx or httpx2, from which its own errors inherit.
     """

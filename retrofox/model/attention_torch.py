@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def two_floats(c: Tensor) -> tuple[Tensor, Tensor]:
-    """(float32, what rounding to it lost) of a float64 tensor."""
+    """(float32, residual of the rounding) of a float64 tensor."""
     high = c.float()
     return high, (c - high).float()
 

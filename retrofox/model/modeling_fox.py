@@ -42,7 +42,7 @@ REMOTE_FILES = ("configuration_fox.py", "modeling_fox.py", "attention_torch.py")
 ACCELERATION = 1
 """Version of what `retrofox.acceleration` replaces in this file: names, arguments, attributes."""
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
+"""transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
 PRO_MODULES = ("q_norm_fox", "k_norm_fox", "k_shift", "v_shift", "output_norm", "output_gate")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
@@ -494,7 +494,7 @@ class GateCache:
         return self.new_log_f if self.layer is None else self.layer.log_f()
 
     def cumulative(self) -> tuple[Tensor, Tensor]:
-        """log2(e) times the running sum of log_f, (B, H, S) as (rounded, what that lost)."""
+        """log2(e) times the running sum of log_f, (B, H, S) as two floats (rounded, residual)."""
         return two_floats(summed(self.new_log_f)) if self.layer is None else self.layer.cumulative()
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
@@ -558,7 +558,7 @@ def first_visible(mask: Tensor) -> Tensor:
 
 
 class Call(NamedTuple):
-    """What a layer attends with.
+    """The inputs of one layer's attention.
 
     query (B, H, T, D); key (B, Hkv, S, D); value (B, Hkv, S, DV); the queries are the last T of the S positions;
     seq_start (B,) the first visible position of each row; mask (B, 1, T, S), anything; cu_seqlens (N + 1,) over

@@ -30,7 +30,7 @@ class Degrees:
 
     @property
     def unit(self) -> int:
-        """What the length of a row is a multiple of."""
+        """Tokens of which a row's length must be a multiple."""
         return self.context if self.zigzag == 1 else 2 * self.context
 
     @property
@@ -109,6 +109,6 @@ def refuse_sharing(model: Any, split: Degrees) -> None:
         )
     if depends_on_length(causal_lm(model).config):
         raise ValueError(
-            "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
+            "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length that "
             "one process sees: take another rope_type, or parallel.context 1"
         )

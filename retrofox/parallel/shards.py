@@ -20,7 +20,7 @@ BY_TOKEN = ("input_ids", "position_ids", "targets")
 
 @dataclass
 class WholeRows:
-    """What a cut batch keeps of its whole rows, on the CPU.
+    """Shape, documents and targets of a cut batch's whole rows, on the CPU.
 
     Attributes:
         batch, length: of the whole rows.
@@ -73,7 +73,7 @@ def check_length(length: int, split: Degrees) -> None:
 
 
 class Shards:
-    """What attention asks in a forward over cut rows: `FoxModelMixin.forward(shards=...)`."""
+    """Attention and shifts over cut rows, for `FoxModelMixin.forward(shards=...)`."""
 
     def __init__(self, mesh: Mesh, rows: WholeRows, device: torch.device):
         self.mesh, self.rows = mesh, rows

@@ -43,7 +43,7 @@ UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 class Hardware(NamedTuple):
-    """What a run is planned for.
+    """The machine that a run is planned for.
 
     Attributes:
         memory: bytes that a run can have on each device.

@@ -32,7 +32,7 @@ PARTS = ("weights", "teacher", "gradients", "optimizer", "activations", "logits"
 
 
 class Setting(NamedTuple):
-    """What a stage runs on.
+    """The devices that a stage runs on.
 
     Attributes:
         sharding: "ddp" (weights whole on each GPU), "fsdp2" or "zero3" (weights, gradients, optimizer split).

@@ -51,7 +51,7 @@ def launched_sharding() -> str | None:
 def plan(
     recipe: Recipe, on: Hardware, gpus: int = 1, sharding: str | None = None, price: float | None = None
 ) -> dict[str, Any]:
-    """What a run takes, in closed form.
+    """Parameters, memory, hours, disk and price of a run, in closed form.
 
     Args:
         sharding: "ddp", "fsdp2" or "zero3"; None = as launched, else ddp where that fits and fsdp2 where it doesn't.

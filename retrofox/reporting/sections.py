@@ -62,7 +62,7 @@ class ReportPart:
 
 @dataclass
 class Asked:
-    """What a report is asked for: models, texts and further options of the parts."""
+    """The request of a report: models, texts and further options of the parts."""
 
     model: str
     against: list[str]

@@ -1,4 +1,4 @@
-"""What each suite of `retrofox report` measures, as data."""
+"""The suites of `retrofox report`, as data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ QUICK_ON_CPU = Suite(
     panel_tokens=2048,
     chat=6,
 )
-"""What `quick` is on a CPU: minutes for 135M parameters on two cores, with wide intervals."""
+"""`quick` on a CPU: minutes for 135M parameters on two cores, with wide intervals."""
 
 
 def choose_suite(

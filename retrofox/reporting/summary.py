@@ -1,4 +1,4 @@
-"""What a report says first: memory, then loss, then tasks, each beside the base with its interval."""
+"""The first screen of a report: memory, then loss, then tasks, each beside the base with its interval."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def too_few(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """What of the sample is too small to show much, in words: documents of the loss, prompts at a length."""
+    """Warnings about small samples: documents of the loss, prompts at a length."""
     few = []
     documents = results.get("loss", {}).get("documents")
     if documents is not None and documents < FEW_DOCUMENTS:

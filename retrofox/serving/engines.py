@@ -1,4 +1,4 @@
-"""vLLM in a process of its own: its memory comes back when it ends, and its log shows only where it fails."""
+"""vLLM in a process of its own: its memory comes back when it ends, and its log is shown only if it fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Job:
 
 
 def run_vllm(jobs: Sequence[Job], model: str) -> list[dict[str, Any]]:
-    """What `retrofox.serving.vllm_run` gives for each job.
+    """Runs `retrofox.serving.vllm_run`; returns its results for each job.
 
     Raises:
         ValueError: vLLM stopped, with the last error that it named.

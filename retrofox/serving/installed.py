@@ -1,4 +1,4 @@
-"""What is installed beside retrofox: extras, and vLLM with or without sight of the plug-in. Imports none of it."""
+"""Versions installed beside retrofox: extras, vLLM, and whether it finds the plug-in. Imports none of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forgetting Attention over the rows of `paged_rows` on a GPU, of tokens that stand in them.
+"""Forgetting Attention over the rows of `paged_rows` on a GPU, of tokens that were written there.
 
 Logits are scale * q_i . k_j + (c_i - c_j). One kernel where the keys are not split, else two; no value is needed on the
 host. With a horizon each program first finds where the group's live keys begin; blocks before are not read, but for

@@ -1,7 +1,7 @@
 """Which requests of a step are read by retrofox's operator instead of the engine's attention, and how.
 
 Long pieces of text are read by `forgetting_attention` over the heads' own channels: the new keys where a text begins
-in this step, else rows copied out of the text's pages. What decodes, and short pieces, attend to the pages.
+in this step, else rows copied out of the text's pages. Single tokens and short pieces attend to the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reading:
         edges: where the new tokens of each begin, and where the last one's end.
         past: tokens of the request in the cache before this step.
         cu_seqlens: (requests + 1,) int32, `edges` from 0 on, on the device; None for one request.
-        ways: by options, what all layers share of a step; see `read`.
+        ways: by options, the checked call that all layers of a step share; see `read`.
     """
 
     request: int
@@ -105,7 +105,7 @@ def placed(reading: Reading, query_start: torch.Tensor) -> Reading:
 def find_links(
     query_start: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, page: int
 ) -> Links:
-    """Who goes on from a token of this very step; needs no value on the host.
+    """Requests that continue from a token of this very step; reads no value on the host.
 
     Shapes: query_start (R + 1,), seq_lens (R,), block_table (R, pages) int32; slots (T,) int64, where each new token
     goes: page number * `page` + place in the page, negative for padding.
@@ -186,10 +186,10 @@ def read_all(
 
 
 class Step(NamedTuple):
-    """What a batch's metadata has besides the backend's own, as its attribute `fox`.
+    """The attribute `fox` of a batch's metadata, beside the backend's own.
 
     links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
-    how many new tokens stand before those of the readings; owner: (tokens,) int32 on the device, the request of each,
+    how many new tokens come before those of the readings; owner: (tokens,) int32 on the device, the request of each,
     None where every request has one.
     """
 

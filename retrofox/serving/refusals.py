@@ -1,4 +1,4 @@
-"""What vLLM can be asked for and a converted model can't give: each case is one sentence, said before weights load."""
+"""Requests to vLLM that a converted model can't serve: one sentence each, raised before weights load."""
 
 from __future__ import annotations
 

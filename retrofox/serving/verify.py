@@ -177,7 +177,7 @@ def _compared(model: Any, jobs: Sequence[Job], served: Sequence[dict[str, Any]],
 
 @torch.no_grad()
 def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """How vLLM's answers differ from what a transformers model says of the same tokens.
+    """Differences of vLLM's answers from a transformers model's log-probabilities of the same tokens.
 
     Returns:
         requests, tokens compared, prompt_tokens, longest prompt, cached tokens, chosen_otherwise (generated tokens that

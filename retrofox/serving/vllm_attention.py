@@ -42,7 +42,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
     chosen, paged = native.attn_backend, current_platform.is_cuda()
     if chosen.get_name() not in BACKENDS or chosen.forward_includes_kv_cache_update:
         raise ValueError(
-            f"the attention backend {chosen.get_name()} keeps its cache in a way that the gates don't know: add "
+            f"the attention backend {chosen.get_name()} has a cache layout without room for the gates: add "
             "--attention-backend FLASH_ATTN or TRITON_ATTN"
         )
     dtype, groups = native.kv_cache_torch_dtype, native.num_heads // native.num_kv_heads

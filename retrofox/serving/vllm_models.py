@@ -67,7 +67,7 @@ def _loader(whole: int, per_head: int, repeat: int) -> Any:
 
 
 class FoxAttention:
-    """What a vLLM attention module gains; its own forward runs with a `Call` in place of `self`."""
+    """Parts added to a vLLM attention module; its own forward runs with a `Call` in place of `self`."""
 
     native_forward: Any
     fox: Any
@@ -85,7 +85,7 @@ class FoxAttention:
 
 
 class Call:
-    """An attention module seen through its added parts, for one call: projections give normed heads, `attn` decays.
+    """Stands in for an attention module during one call: projections give normed heads, `attn` decays.
 
     Shapes: hidden_states (T, hidden), positions (T,), the tokens of all requests one after the other.
     """
@@ -103,7 +103,7 @@ class Call:
 
     @property
     def attn(self) -> Attend:
-        """What the native forward calls with queries, keys and values."""
+        """The attention that the native forward calls with queries, keys and values."""
         return Attend(self._module, self._hidden_states, self._positions)
 
 
@@ -171,7 +171,7 @@ def _head_norm(flat: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
-    """Gives each attention of a vLLM model what the converted model of `config` has there.
+    """Gives each attention of a vLLM model the added parts of the converted model of `config`.
 
     Raises:
         ValueError: vLLM's model has other layers, windows or rotary embeddings than transformers' one.
@@ -185,7 +185,7 @@ def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
         if isinstance(getattr(module, "attn", None), Attention)
     }
     if not found or not set(found) <= set(wanted):
-        raise ValueError(f"vLLM's {type(model).__name__} keeps its attentions where the gates don't find them")
+        raise ValueError(f"vLLM's {type(model).__name__} has no attention modules where they are looked for")
     for layer, module in found.items():
         _convert(module, wanted[layer], spec, vllm_config)
 

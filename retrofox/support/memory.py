@@ -11,7 +11,7 @@ import torch
 
 
 def out_of_memory(what: str) -> ValueError:
-    """What to raise where a GPU ran out of memory at, for example, "batch 4 x 8192 tokens"."""
+    """The error for a GPU out of memory at, for example, "batch 4 x 8192 tokens"."""
     return ValueError(f"the GPU ran out of memory at {what}; lower the length, or load the model in bfloat16")
 
 

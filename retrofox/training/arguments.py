@@ -15,7 +15,7 @@ from retrofox.support.launches import shards_weights
 
 
 def own_autocast(precision: str) -> bool:
-    """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
+    """Whether our forward asks for bfloat16 itself: DeepSpeed's bfloat16 engine would round the forget gates, too."""
     return precision == "bf16" and shards_weights("DEEPSPEED")
 
 

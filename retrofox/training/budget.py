@@ -60,7 +60,7 @@ class Press:
         return Pressure.apply(log_f, self) if log_f.requires_grad else log_f  # type: ignore[no-any-return]
 
     def gradient(self, log_f: torch.Tensor) -> torch.Tensor:
-        """What the gate's log_f (B, T, H) gets in the backward; 0 once the live share is at most the target."""
+        """Gradient (B, T, H) added to the gate's log_f in the backward; 0 once the live share is at most the target."""
         log_f, factor = log_f.clamp_max(NEVER), self.pressure.factors[self.place]
         return (log_f > -math.log(2.0) / SHORT) * (factor / -math.log(2.0)) / log_f
 
@@ -76,7 +76,7 @@ class GatePressure(TrainerCallback):
         target: of the live share, in this step.
         means: (gates, H) float32, each head's mean log f in the last micro-batch.
         weights: (gates, H) float32, by which the pressure on a head is multiplied: 0 where it is spared.
-        factors: the same times what the micro-batch decides: 0 where the target is reached.
+        factors: the weights, or 0 once the micro-batch has reached the target.
 
     Raises:
         ValueError: so many heads are spared that the share can't be reached.
@@ -129,7 +129,7 @@ class GatePressure(TrainerCallback):
         self.detach()
 
     def hear(self, place: int, log_f: torch.Tensor) -> None:
-        """Notes a gate's log_f (B, T, H); after the last gate's, what its micro-batch decides."""
+        """Notes a gate's log_f (B, T, H); after the last gate's, sets `factors` for this micro-batch."""
         self.means[place] = log_f.mean((0, 1))
         if place == len(self.gates) - 1:
             self.factors = self.weights * (self.live() > self.target)

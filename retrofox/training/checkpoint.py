@@ -98,7 +98,7 @@ def newest_good(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def note_of(directory: Path) -> dict[str, Any]:
-    """What `commit` was told, without the file list."""
+    """The note given to `commit`, without the file list."""
     values = json.loads((directory / MARKER).read_text(encoding="utf-8"))
     return {key: value for key, value in values.items() if key not in ("files", "sha256")}
 

@@ -1,4 +1,4 @@
-"""The model a stage leaves: weights in the precision they are kept in, tokenizer, config, COMPLETE."""
+"""Exports the model of a finished stage: weights, config, tokenizer, COMPLETE."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
 
 
 def export_original(adapted: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Writes what an adapt stage trained as an ordinary, unconverted checkpoint: the control for what follows.
+    """Also exports the adapted base of an adapt stage as a plain, unconverted checkpoint: the control for later stages.
 
     Args:
-        adapted: the model that the stage left; `original` comes beside it, whole or not at all, unless it is there.
+        adapted: the stage's exported model; `original` is written beside it, whole or not at all, unless it exists.
         dtype: of all tensors.
     """
     out = adapted.with_name("original")
@@ -78,7 +78,7 @@ def export_original(adapted: Path, dtype: torch.dtype, tokenizer: Any) -> None:
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:
-    """Ties again, to be written once, tensors of which gathering the shards made two."""
+    """Ties tensors again that gathering the shards made two of, so that they are written once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

@@ -1,4 +1,4 @@
-"""What `plan --check` and `plan --measure` find out on this machine: refusals, and speed and memory of real steps."""
+"""`plan --check` and `plan --measure` on this machine: refusals, and speed and memory of real steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from retrofox.training.validate import preflight
 
 
 def check_here(recipe: Recipe) -> list[str]:
-    """What `train` would refuse on this machine, one line each."""
+    """Refusals of `train` on this machine, one line each."""
     return [str(error) for error in preflight(recipe, processes(), _device())]
 
 

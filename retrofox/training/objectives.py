@@ -50,7 +50,7 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 class Extend:
     """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents.
 
-    Also adapt's, whose model is in its original's form meanwhile (`trained_form`).
+    Also the loss of adapt, which trains the model in its original's form (`trained_form`).
     """
 
     metrics: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ FREE_IN_STAGE = (
     *("tiled_mlp", "offload_activations"),
 )
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
-"""What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""
+"""Keys that may change in a stage that is not complete: a diverged run resumes with lower rates. Their zeros stay."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Run:
         return stage_folder(self.out, number, self.recipe.stages[number].objective)
 
     def original(self, number: int) -> Path:
-        """Where a stage finds the original: what the last adapt stage before it made, else the source."""
+        """The original that a stage learns from: the model of the last adapt stage before it, else the source."""
         adapted = [n for n, stage in enumerate(self.recipe.stages[:number]) if stage.objective == "adapt"]
         return self.folder(adapted[-1]) / "model" if adapted else self.source
 

@@ -1,6 +1,6 @@
 """FSDP2 and DeepSpeed: the form of saved weights, and what FSDP2 gathers, reduces and steps at a time.
 
-A unit is what FSDP2 gathers and reduces by one message each. Small layers share one: SmolLM2's of 3.5M parameters,
+FSDP2 gathers and reduces a unit of parameters in one message. Small layers share one: SmolLM2's of 3.5M parameters,
 gathered one by one, wait for the host. Gates and small Pro parts lie in the root's unit, float32, gathered once a pass;
 an output gate as large as a projection has a unit of its own.
 """
@@ -110,7 +110,7 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
 
 
 def shard_stage(model: nn.Module, accelerator: Any) -> None:
-    """Cuts a stage's model for FSDP2: all of it, or what accelerate, which comes next, would cut wrongly."""
+    """Shards a stage's model for FSDP2: all of it, or only the parts that accelerate would shard wrongly."""
     plugin: Any = accelerator.state.fsdp_plugin
     if not shards_layers(plugin, model):
         shard_new_modules(model)

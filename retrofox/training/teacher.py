@@ -44,7 +44,7 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
 
 
 def needs_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool, model: Any, source: Path | None = None) -> bool:
-    """Whether a stage needs the original as a second model: the weights of the one it trains are another's by then.
+    """Whether a stage needs the original as a second model: its own model's weights are not the original's any more.
 
     Args:
         adapts: the stages train adapters, which leave the pretrained weights as they are.

@@ -292,7 +292,7 @@ class FoxTrainer(Trainer):
     def held_out_loss(self) -> float | None:
         """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded.
 
-        The model's own forward is the objective, so that is another one meanwhile.
+        The model's forward runs the stage's objective; cross-entropy takes its place meanwhile.
         """
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         later = sharded and self.model_wrapped is self.model and not isinstance(self.model, FSDPModule)

@@ -1,4 +1,4 @@
-"""What `train` refuses before anything is written, and `plan --check` lists; what it refuses of a stage's model."""
+"""Refusals of `train` before anything is written, which `plan --check` lists, among them those of a stage's model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
 
 
 def _launch(parallel: ParallelConfig, stages: Sequence[Stage]) -> Iterator[str]:
-    """What accelerate was told that would round or lose the gates, or fail only once the model is there."""
+    """Settings of accelerate that would round or lose the gates, or fail only after the model is loaded."""
 
     def told(name: str, default: str) -> str:
         return os.environ.get(name, default).lower()
