@@ -47,7 +47,10 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
     length, (high, low) = layer.length, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     if decodes_at(q, k):
-        return decode_at(q, k, v, high, low, length.on_device, seq_start=length.seq_start, **_options(call))
+        if layer.first is None:
+            layer.first = torch.zeros(k.shape[0] * k.shape[2], dtype=torch.int32, device=k.device)
+        given = {"seq_start": length.seq_start, "first": layer.first, **_options(call)}
+        return decode_at(q, k, v, high, low, length.on_device, **given)
     options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
     visible = visible_at(length, call.query.shape[2], call.options["window"])
     return masked_attention(call.query, call.key, call.value, (high, low), visible, **options)

@@ -73,7 +73,12 @@ class FixedLayer(GrowingLayer):
         length: shared by all layers of one length.
         room: tokens to have room for.
         head_dim: channels of a key.
+
+    Attributes:
+        first: (B * Hkv,) int32, or None before the first step: where the horizon of each kv head begins (`decode_at`).
     """
+
+    first: torch.Tensor | None = None
 
     def __init__(self, source: Any, length: SharedLength, room: int, head_dim: int):
         super().__init__()
@@ -157,6 +162,8 @@ class FixedLayer(GrowingLayer):
         kept = self.length.tokens - tokens
         for room in self._rooms:
             room[:, :, :kept] = room[:, :, tokens : tokens + kept].clone()
+        if self.first is not None:
+            self.first.sub_(tokens).clamp_min_(0)
 
     def returned(self, tokens: int, ahead: int) -> Any:
         """The source with the `tokens` tokens of the text so far, without the last `ahead` that were written here."""

@@ -56,7 +56,7 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
 def failure(problem: dict, device: str = "cpu") -> str | None:
     """Return what is wrong with a problem's output; None if its error is at most twice eager's in the same dtype.
 
-    Also at a length on the device, in a room for more.
+    Also at a length on the device, in a room for more; then with a horizon as each way finds it.
     """
     B, T, S, H, group, D = problem["shape"]
     dtype, options = problem["dtype"], dict(problem["options"])
@@ -77,10 +77,11 @@ def failure(problem: dict, device: str = "cpu") -> str | None:
     hi, lo = (torch.nn.functional.pad(x, (0, room), value=float("nan")) for x in (hi, lo))
     length = torch.tensor([S - T], dtype=torch.int32, device=device)
     planner.decoder_for.cache_clear()
-    with torch.no_grad():
-        at_length = fixed.decode_at(q, k, v, hi, lo, length, **options)
+    first = torch.zeros(B * H // group, dtype=torch.int32, device=device)
+    with torch.no_grad():  # a search anew, all keys, and from where that call has moved on to
+        at_length = [fixed.decode_at(q, k, v, hi, lo, length, first=x, **options) for x in (None, first, first)]
     allowed = 2 * (eager - exact).norm() + ROUNDING[dtype] * exact.norm().clamp_min(exact.numel() ** 0.5 / 10)
-    found = [(x.double() - exact).norm() for x in (o, at_length)]
+    found = [(x.double() - exact).norm() for x in (o, *at_length)]
     return None if max(found) <= allowed else f"errors {found}, allowed {allowed:.2e}: {problem}"
 
 
@@ -100,11 +101,35 @@ def check_horizon(device: str) -> None:
     q, k, v = (torch.randn(B, n, heads, D).to(device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
     log_f = -torch.tensor([1.0, 0.05, 0.1, 0.01]).to(device).expand(B, S, H)
     exact = reference.forgetting_attention(q, k, v, log_f, horizon=8.0)
-    for head, first in enumerate((S - 2 - 160, 0)):  # 8 / 0.05 tokens before the first query; 8 / 0.01 are more than S
-        k[:, : max(first - 64, 0), head] = torch.nan
-        v[:, : max(first - 64, 0), head] = torch.nan
     _, _, hi, lo = kept(q, k, v, log_f)
-    assert (decode_attention(q, k, v, hi, lo, horizon=8.0) - exact).abs().max() < 1e-5
+    first = torch.zeros(B * Hkv, dtype=torch.int32, device=device)
+    at = {"length": torch.tensor([S - T], dtype=torch.int32, device=device), "first": first, "horizon": 8.0}
+    with torch.no_grad():
+        fixed.decode_at(q, k, v, hi, lo, **at)
+        for head, seen in enumerate((S - 2 - 160, 0)):  # 8 / 0.05 tokens before the first query; 8 / 0.01 are over S
+            k[:, : max(seen - 64, 0), head] = torch.nan
+            v[:, : max(seen - 64, 0), head] = torch.nan
+        for o in (fixed.decode_at(q, k, v, hi, lo, **at), decode_attention(q, k, v, hi, lo, horizon=8.0)):
+            assert (o - exact).abs().max() < 1e-5
+
+
+def check_steps(device: str) -> None:
+    """A text goes on, and one call begins where the one before left off, also beyond a gate that shuts all off."""
+    torch.manual_seed(0)
+    B, S, H, Hkv, D = 2, 700, 4, 2, 32
+    q, k, v = (torch.randn(B, S, heads, D, device=device) for heads in (H, Hkv, Hkv))
+    log_f = -torch.tensor([0.2, 0.05, 0.1, 0.01], device=device).repeat(B, S, 1)
+    log_f[0, 550] = -20.0
+    _, _, hi, lo = kept(q, k, v, log_f)
+    first = torch.zeros(B * Hkv, dtype=torch.int32, device=device)
+    for n in (300, 301, 302, 364, 449, 549, 550, 551, 640, 699):
+        length = torch.tensor([n], dtype=torch.int32, device=device)
+        with torch.no_grad():
+            o = fixed.decode_at(q[:, n : n + 1], k, v, hi, lo, length, first=first, sink=1, horizon=8.0)
+        shown = (x[:, : n + 1] for x in (k, v, log_f))
+        exact = reference.forgetting_attention(q[:, n : n + 1], *shown, sink=1, horizon=8.0)
+        assert (o - exact).abs().max() < 1e-5
+    assert first.tolist() == [512, 512, 512, 0]  # 8 / 0.05 tokens before 699, after 550, ..., 8 / 0.01 are over S
 
 
 def check_append(device: str) -> None:
@@ -143,7 +168,8 @@ def check_refusals(device: str) -> None:
 
 
 CHECKS = {
-    "any problem": check_any_problem, "horizon": check_horizon, "append": check_append, "refusals": check_refusals,
+    "any problem": check_any_problem, "horizon": check_horizon, "steps": check_steps, "append": check_append,
+    "refusals": check_refusals,
 }  # fmt: skip
 
 

@@ -15,9 +15,10 @@ from fox_kernels.layer import entry, gate, norm, rotary, shift
 from fox_kernels.plain import tiles
 
 NO_OPTION = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "HORIZON": False, "PAIRS": 0}
+NO_OPTION |= {"ALIGNED": 4}
 ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "HORIZON": True, "PAIRS": 128}
 FIXED = {"length_ptr": None}  # known on the host
-MERGE = {"GROUP": 4, "BN": 64, "STARTS": True, "WINDOW": True, "HORIZON": True, "PAIRS": 128, "PARTS": 64}
+MERGE = {"GROUP": 4, "PARTS": 64, "SEARCHED": 4}
 SEARCH = {"GROUP": 4, "STEPS": 3}
 NORM = {"NORM": True, "GATE": True, "D": 64, "COLUMNS": 64, "BLOCK": 32}
 SHIFT = {"D": 64, "COLUMNS": 64, "BLOCK": 32}
@@ -25,7 +26,7 @@ SHIFT = {"D": 64, "COLUMNS": 64, "BLOCK": 32}
 
 def split(D: int, rows: int = 16, size: int = 2, **options):
     D0, D1 = tiles.split_head_dim(D)
-    absent = {} if options.get("HORIZON") else {"start_ptr": None, "first_ptr": None}
+    absent = {} if options.get("HORIZON") else {"start_ptr": None, "first_ptr": None, "begin_ptr": None}
     shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows}
     options["PRECISION"] = "ieee" if size == 4 else "tf32"
     return decode.split_kernel, shape | FIXED | NO_OPTION | options | absent
@@ -55,7 +56,7 @@ OTHERS = {
     "split, D = 256, float32": split(256, size=4, **ALL),
     "split at a length, D = 80, window": at_length(*split(80, WINDOW=True, SINK=True)),
     "merge, 256 parts": (decode.merge_kernel, FIXED | MERGE | {"D": 256, "DP": 256}),
-    **{f"search, {rows} rows": (search.search_kernel, FIXED | SEARCH | {"ROWS": rows}) for rows in (4, 64)},
+    "search": (search.search_kernel, FIXED | SEARCH | {"ROWS": 4}),
     "search at a length": at_length(search.search_kernel, SEARCH | {"ROWS": 4}),
     "append with shifts": append(3, 80, 240),
     "append at a length": at_length(*append(3, 64, 64)),

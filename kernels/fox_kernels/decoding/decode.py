@@ -3,6 +3,7 @@
 One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile,
 so K and V are read once for all of them. Each program writes its part's o and lse, a second kernel merges them. c is
 kept as two floats beside the cache (`append.append` lengthens it); every decay is the exact difference c_i - c_j.
+Blocks of keys begin at multiples of their size: only so does Triton know that c may be copied 16 bytes at a time.
 
 With a length_ptr the cache holds as many tokens as it says before the T new ones, and S is only the most that it may
 hold: one captured graph serves every length up to S.
@@ -12,66 +13,74 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import soft_capped, visible
-
-MIN_BLOCKS = tl.constexpr(4)  # to a program: fewer are not worth merging
+from .search import advance
 
 
 @triton.jit
-def lowest(pair, heads, low, start_ptr, first_ptr, known, STARTS: tl.constexpr, HORIZON: tl.constexpr):
-    """The first key that (sequence, kv head) pairs read, sinks aside."""
-    low = pair * 0 + low
+def walk(
+    pair, known, S, T, heads, window, sink, start_ptr, first_ptr,
+    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, HORIZON: tl.constexpr,
+):  # fmt: skip
+    """What (sequence, kv head) pairs read: [least, sinks_end) and [low, S), in blocks that begin at multiples of BN.
+
+    Returns least, sinks_end, low, how many blocks are the sinks' alone, and how many there are with those from low on.
+    """
+    least = pair * 0
     if STARTS:
-        low = tl.maximum(low, tl.load(start_ptr + pair // heads, mask=known, other=0))
+        least = tl.maximum(tl.load(start_ptr + pair // heads, mask=known, other=0), 0)
+    low = least
+    if WINDOW:
+        low = tl.maximum(low, S - T - window + 1)
     if HORIZON:
         low = tl.maximum(low, tl.load(first_ptr + pair, mask=known, other=0))
-    return low
+    sinks_end, sink_blocks = least, pair * 0
+    if SINK:
+        sinks_end = tl.minimum(least + sink, low)
+        sink_blocks = tl.maximum(tl.minimum(tl.cdiv(sinks_end, BN), low // BN) - least // BN, 0)
+    return least, sinks_end, low, sink_blocks, sink_blocks + tl.maximum(tl.cdiv(S, BN) - low // BN, 1)
 
 
-@triton.jit
-def share(
-    S, pairs, heads, low, slots, start_ptr, first_ptr,
-    BN: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, STARTS: tl.constexpr, HORIZON: tl.constexpr,
-):  # fmt: skip
-    """How many programs each pair has, the first that is another's, and the blocks of keys to a program."""
-    pair = tl.arange(0, PAIRS)
-    low = lowest(pair, heads, low, start_ptr, first_ptr, pair < pairs, STARTS, HORIZON)
-    blocks = tl.where(pair < pairs, tl.cdiv(tl.maximum(S - low, 0), BN), 0)
-    chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), LEAST)
-    programs = tl.cdiv(blocks, chunk)
-    return programs, tl.cumsum(programs, 0), chunk
-
-
-@triton.jit(do_not_specialize=["S", "chunk", "slots", "pairs", "window", "sink"])
+@triton.jit(do_not_specialize=["S", "slots", "pairs", "window", "sink"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, length_ptr, part_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, length_ptr, part_ptr, part_lse_ptr, begin_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
-    T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap, horizon2,
+    T, S, H, pairs, slots, window, sink, scale2, softcap2, inverse_cap, horizon2,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    HORIZON: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    HORIZON: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = H // GROUP
-    low = 0
     if length_ptr is not None:
         S = tl.load(length_ptr) + T
-    if WINDOW:
-        low = tl.maximum(S - T - window + 1, 0)
-    split, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    out = kv * tl.num_programs(0) + split
-    if length_ptr is not None and PAIRS == 0:  # chunk is the most stretches: the grid is that of the longest cache
-        blocks = tl.cdiv(S - low, BN)
-        chunk = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, MIN_BLOCKS), chunk))
-    if PAIRS > 0:
-        programs, ends, chunk = share(
-            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, HORIZON
+    split, splits, kv = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    out = kv.to(tl.int64) * splits + split
+    SEARCHED: tl.constexpr = first_ptr is not None
+    BOUNDED: tl.constexpr = STARTS or WINDOW or SEARCHED
+    if PAIRS > 0:  # stretches of one length, shared out over all pairs
+        pair = tl.arange(0, PAIRS)
+        some = pair < pairs
+        _a, _b, _c, _d, blocks = walk(
+            pair, some, S, T, heads, window, sink, start_ptr, first_ptr, BN, STARTS, WINDOW, SINK, SEARCHED
         )
-        out = split.to(tl.int64)
-        mine = tl.sum((ends <= split).to(tl.int32), 0)
-        if mine >= pairs:
+        blocks = tl.where(some, blocks, 0)
+        chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), 1)
+        programs = tl.cdiv(blocks, chunk)
+        ends = tl.cumsum(programs, 0)
+        kv = tl.sum((ends <= split).to(tl.int32), 0)
+        if split == 0:
+            tl.store(begin_ptr + pair, ends - programs, mask=some)
+            tl.store(begin_ptr + pairs, tl.sum(programs, 0))
+        if kv >= pairs:
             return
-        split -= tl.sum(tl.where(tl.arange(0, PAIRS) == mine, ends - programs, 0), 0)
-        kv = mine.to(tl.int64)
-    b, h_kv = kv // heads, kv % heads
+        out = split.to(tl.int64)
+        split -= tl.sum(tl.where(pair == kv, ends - programs, 0), 0)
+    least, sinks_end, low, sink_blocks, blocks = walk(
+        kv, True, S, T, heads, window, sink, start_ptr, first_ptr, BN, STARTS, WINDOW, SINK, SEARCHED
+    )
+    if PAIRS == 0:
+        chunk = tl.cdiv(blocks, splits)
+    begin = split * chunk
+    b, h_kv = (kv // heads).to(tl.int64), (kv % heads).to(tl.int64)
     rows, offs_n = tl.arange(0, ROWS), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
     offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
@@ -92,28 +101,22 @@ def split_kernel(
     k_ptr += b * sk_b + h_kv * sk_h
     v_ptr += b * sv_b + h_kv * sv_h
 
-    least = split * 0
-    if STARTS:
-        least = tl.maximum(tl.load(start_ptr + b), 0)
-    low = lowest(kv.to(tl.int32), heads, low, start_ptr, first_ptr, True, STARTS, HORIZON)
-    begin = low + split * chunk * BN
-    end = tl.minimum(begin + chunk * BN, S)
-    sinks_end = tl.minimum(least + sink, low)
-    sink_blocks = split * 0
-    if SINK:  # the first program visits the sinks before what is left
-        sink_blocks = tl.where(split == 0, tl.cdiv(tl.maximum(sinks_end - least, 0), BN), 0)
-
+    limit = tl.cdiv(S, ALIGNED) * ALIGNED
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
 
-    for it in range(sink_blocks + tl.cdiv(tl.maximum(end - begin, 0), BN)):
-        n0 = begin + it * BN
-        j = n0 + offs_n
-        inside = j < end
+    for it in range(begin, tl.minimum(begin + chunk, blocks)):
+        block = low // BN + it - sink_blocks
         if SINK:
-            n0 = tl.where(it < sink_blocks, least + it * BN, begin + (it - sink_blocks) * BN)
-            j = n0 + offs_n
-            inside = j < tl.where(it < sink_blocks, sinks_end, end)
+            block = tl.where(it < sink_blocks, least // BN + it, block)
+        n0 = block * BN
+        j = n0 + offs_n
+        inside = j < S
+        if BOUNDED:
+            live = j >= low
+            if SINK:
+                live = live | ((j >= least) & (j < sinks_end))
+            inside = inside & live
         k_rows = k_ptr + n0.to(tl.int64) * sk_s + offs_n[:, None] * sk_s
         v_rows = v_ptr + n0.to(tl.int64) * sv_s + offs_n[:, None] * sv_s
         k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
@@ -128,13 +131,13 @@ def split_kernel(
         else:
             s = s * scale2
         gates = c_rows[:, None] + j[None, :]
-        known = real[:, None] & inside[None, :]
+        known = real[:, None] & (j < limit)[None, :]
         bias = c_i_hi[:, None] - tl.load(c_hi_ptr + gates, mask=known, other=0.0)
         bias += c_i_lo[:, None] - tl.load(c_lo_ptr + gates, mask=known, other=0.0)
         if SINK:
             bias = tl.where((j < least + sink)[None, :], 0.0, bias)
         lower = pos[:, None] - window + 1
-        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, STARTS, WINDOW) & known
+        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, STARTS, WINDOW)
         if HORIZON:  # a sink's bias is 0; NaN is to be seen
             seen = seen & ((bias <= 0.0 - horizon2) == 0)
         s = tl.where(seen, s + bias, float("-inf"))
@@ -158,27 +161,23 @@ def split_kernel(
         tl.store(part + offs_d1[None, :], acc1 / l_safe[:, None], mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["S", "splits", "slots", "pairs", "window"])
+@triton.jit(do_not_specialize=["S", "splits"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, length_ptr, T, S, H, pairs, splits, slots, window,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, HORIZON: tl.constexpr, PAIRS: tl.constexpr,
+    part_ptr, part_lse_ptr, o_ptr, lse_ptr, begin_ptr, c_hi_ptr, c_lo_ptr, first_ptr, length_ptr,
+    sc_b, sc_h, T, S, H, splits, horizon2,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, heads = T * GROUP, H // GROUP
+    if SEARCHED > 0 and row == rows:  # the last row of programs looks where the next step may begin
+        if length_ptr is not None:
+            S = tl.load(length_ptr) + T
+        advance(first_ptr, kv, S - T, H, c_hi_ptr, c_lo_ptr, sc_b, sc_h, horizon2, GROUP, SEARCHED)
+        return
     out = kv * splits
-    if length_ptr is not None:
-        S = tl.load(length_ptr) + T
-    if PAIRS > 0:
-        low = 0
-        if WINDOW:
-            low = tl.maximum(S - T - window + 1, 0)
-        programs, ends, _ = share(
-            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, HORIZON
-        )
-        mine = tl.arange(0, PAIRS) == kv
-        splits = tl.sum(tl.where(mine, programs, 0), 0)
-        out = tl.sum(tl.where(mine, ends - programs, 0), 0).to(tl.int64)
+    if begin_ptr is not None:
+        out = tl.load(begin_ptr + kv).to(tl.int64)
+        splits = tl.load(begin_ptr + kv + 1) - out.to(tl.int32)
     offs_d, offs_p = tl.arange(0, DP), tl.arange(0, PARTS)
     part_lse_ptr += out * rows + row
     part_ptr += (out * rows + row) * D

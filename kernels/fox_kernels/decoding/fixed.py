@@ -1,8 +1,7 @@
 """Decoding at a length that only the device knows: the launches of a captured graph, which are the same at every step.
 
 The caches are rooms for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so
-one graph serves every length up to S. Which stretches of keys the programs take, and so every sum, is what
-`decode_attention` takes for a cache of just that length.
+one graph serves every length up to S.
 """
 
 import torch
@@ -31,6 +30,7 @@ def decode_at(
     length: Tensor,
     *,
     seq_start: Tensor | None = None,
+    first: Tensor | None = None,
     **options,
 ) -> Tensor:
     """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
@@ -38,6 +38,8 @@ def decode_at(
     q           (B, T, H, D), the new tokens, which are in the rooms already
     k, v        (B, S, Hkv, D), views of the rooms, v perhaps narrower; c_hi, c_lo (B, H, S) float32, last stride 1
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
+    first       (B * Hkv,) int32 on the device, for a horizon: a key before which none is seen. A text begins with
+                zeros; each call moves it on, for calls at this length or later ones. None: each call searches anew
 
     seq_start and options (scale, window, sink, softcap, horizon) are as in `forgetting_attention`. Raises ValueError
     where `decodes_at` is False and for a length of another kind.
@@ -54,5 +56,5 @@ def decode_at(
     decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, wanted, padded=seq_start is not None)
     wide = as_wide_as(q, v)
     with on_device(q):
-        o = decoder(q, k, wide, c_hi, c_lo, seq_start=seq_start, length=length)
+        o = decoder(q, k, wide, c_hi, c_lo, seq_start=seq_start, length=length, first=first)
     return o if wide is v else o[..., : v.shape[-1]]

@@ -2,7 +2,8 @@
 
 All that calls of a kind share is worked out once, in a `Decoder`. What padding and a horizon leave differs between
 sequences and heads: then all stretches are of one length, as many to a head as it has keys left, and each program finds
-out which is its own (`decode.share`). A small kernel finds from a few values of c where a head's horizon lies.
+out which is its own. Where a head's horizon lies the step before has found, or a small kernel finds it from a few
+values of c.
 """
 
 import functools
@@ -17,7 +18,7 @@ from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
 from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
-from .decode import MIN_BLOCKS, merge_kernel, split_kernel
+from .decode import merge_kernel, split_kernel
 from .search import search_kernel, search_steps
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
@@ -94,42 +95,36 @@ class Decoder:
         self.window, self.sink = window, sink
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
-        near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
+        self.near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
         able = (0, 0) if device.type == "cpu" else capability(device)
         self.block = block_for(D, tile_rows, size, able)
         self.stages = stages_for(tile_rows, self.block, D, size, able)
-        shares = (padded or near) and self.pairs <= MAX_SHARED
-        self.slots = slots_for(self.pairs, processors(device)) if shares else 0
-        self.splits = splits_for(self.pairs, processors(device))
+        self.shares = (padded or self.near) and self.pairs <= MAX_SHARED
+        self.slots, self.splits = (f(self.pairs, processors(device)) for f in (slots_for, splits_for))
         self.most_parts = max(1, 16384 // wide)
-        shared = power_of_2(self.pairs) if shares else 0
-        bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
-        self.split = (
-            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, near, shared, precision,
-        )  # fmt: skip
-        self.merge = (group, D, wide), (self.block, padded, bounded, near, shared)
-        self.search = (group, power_of_2(T * group)) if near else None
+        self.split = (group, D0, D1, tile_rows, self.block, padded, window is not None, sink > 0, cap, self.near)
+        self.precision = "ieee" if size == 4 else "tf32"
+        self.merge = (group, D, wide)
+        self.group_rows = power_of_2(group)
 
-    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None):
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None, first=None):
         """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
 
         length (1,) int32 on the device: tokens that are cached before the T new ones, whose sum is at most S.
+        first (B * Hkv,) int32: what the call before left, 0 at first; see `fixed.decode_at`.
         """
         T, H, D, S, pairs = self.T, self.H, self.D, k.shape[1], self.pairs
         if seq_start is not None:
             seq_start = seq_start.to(torch.int32).contiguous()
         window, sink = 0 if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
-        blocks = cdiv(min(S, window + T - 1) if window else S, self.block)
-        most = cdiv(blocks, MIN_BLOCKS.value)
-        if self.slots:
-            chunk, splits, grid = 0, 0, (min(self.slots + pairs, pairs * most), 1, 1)
-            most = min(self.slots, most)
-        else:
-            chunk = cdiv(blocks, min(most, self.splits))
-            splits = most = cdiv(blocks, chunk)
-            if length is not None:  # a shorter cache may be cut into more stretches, and `split_kernel` cuts it
-                chunk, splits = self.splits, min(cdiv(blocks, MIN_BLOCKS.value), self.splits)
-                most = splits
+        blocks = cdiv(S, self.block)
+        if window:
+            blocks = min(blocks, cdiv(window + T - 1, self.block) + cdiv(sink, self.block) + 2)
+        longer = blocks > self.splits  # else each program has one block, and looking for fewer saves nothing
+        shares, near = self.shares and longer, self.near and longer
+        splits, most, grid = 0, min(self.slots, blocks), (min(self.slots + pairs, pairs * blocks), 1, 1)
+        if not shares:
+            splits = most = min(blocks, self.splits)
             grid = (splits, pairs, 1)
         parts = min(power_of_2(most), self.most_parts)
         q, k, v = self.readable(q), self.readable(k), self.readable(v)
@@ -139,26 +134,30 @@ class Decoder:
         lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
         rows = grid[0] * grid[1] * self.rows
         part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
-        first = None
-        if self.search is not None:
+        begin = torch.empty(pairs + 1, dtype=torch.int32, device=self.device) if shares else None
+        goes_on = near and first is not None
+        if not near:
+            first = None
+        elif first is None:
             first = torch.empty(pairs, dtype=torch.int32, device=self.device)
             arguments = (c_hi, c_lo, first, length, c_b, c_h, T, S, H, self.horizon)
-            launch(search_kernel, (pairs, 1, 1), arguments, (*self.search, search_steps(S)))
+            launch(search_kernel, (pairs, 1, 1), arguments, (self.merge[0], self.group_rows, search_steps(S)))
+        aligned_gates = c_b % 16 == c_h % 16 == c_hi.data_ptr() % 16 == c_lo.data_ptr() % 16 == 0
         launch(
             split_kernel,
             grid,
             (
-                q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, *strides,
-                T, S, H, pairs, chunk, self.slots, window, sink, *self.factors, self.horizon,
+                q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, begin, *strides,
+                T, S, H, pairs, self.slots, window, sink, *self.factors, self.horizon,
             ),
-            self.split, stages=self.stages,
+            (*self.split, power_of_2(pairs) if shares else 0, 4 if aligned_gates else 1, self.precision),
+            stages=self.stages,
         )  # fmt: skip
-        before, after = self.merge
         launch(
             merge_kernel,
-            (self.rows, pairs, 1),
-            (part, part_lse, o, lse2, seq_start, first, length, T, S, H, pairs, splits, self.slots, window),
-            (*before, parts, *after),
+            (self.rows + goes_on, pairs, 1),
+            (part, part_lse, o, lse2, begin, c_hi, c_lo, first, length, c_b, c_h, T, S, H, splits, self.horizon),
+            (*self.merge, parts, self.group_rows if goes_on else 0),
         )
         return o
 
