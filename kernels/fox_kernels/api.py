@@ -65,7 +65,7 @@ def forgetting_attention(
     options, _ = given(scale=scale, window=window, sink=sink, softcap=softcap, horizon=horizon)
     options = check(q, k, v, log_f, options, documents)
     check_gates(log_f)
-    chosen, reason = choose(q, k, v, log_f, backend=backend, **options._asdict())
+    chosen, reason = choose(q, k, v, backend=backend, **options._asdict())
     if not torch.compiler.is_compiling():
         announce(chosen, reason)
         if chosen != "reference" and under_transform():

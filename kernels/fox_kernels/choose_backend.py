@@ -28,11 +28,14 @@ def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str 
     return unsupported(q, k, v, options)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, backend: str = "auto", **options) -> tuple[str, str]:
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None, *, backend: str = "auto", **options
+) -> tuple[str, str]:
     """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
 
     Backends: "reference" (whole matrix), "chunked" (plain torch, any device that has float64), "triton" (Ampere on),
-    "gluon" (Hopper). Options as in `forgetting_attention`.
+    "gluon" (Hopper); the last two launch the kernels for decoding where a few queries meet many keys. Options as in
+    `forgetting_attention`; log_f may be given as there, and decides nothing.
     Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
     """
     if backend not in BACKENDS:

@@ -147,7 +147,7 @@ def _way(reading: Reading, tensors: list[torch.Tensor], options: dict[str, Any])
     query, key, value, log_f = tensors
     documents = Documents(reading.cu_seqlens)
     given = arguments.check(query, key, value, log_f, Options(**options), documents)
-    backend, reason = api.choose(query, key, value, log_f, **options)
+    backend, reason = api.choose(query, key, value, **options)
     api.announce(backend, reason)
     if backend not in ("triton", "gluon"):
         return None
