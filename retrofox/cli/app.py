@@ -137,6 +137,8 @@ def main() -> None:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
         text = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror and error.filename:  # without "[Errno 2]"
+            text = f"{error.filename}: {error.strerror}"
         message = Text.assemble(("error:", "bold red"), f" {text}")
         say_once(text, lambda: Console(stderr=True, soft_wrap=True).print(message))
         sys.exit(2)

@@ -32,7 +32,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             node = node[index]
         except (TypeError, IndexError):
             here = ".".join(keys[:depth]) or "the recipe"
-            raise ValueError(f"override {override!r}: {here} is {node!r}, which has no {key!r}") from None
+            what = f"a list of {len(node)}, counted from 0" if isinstance(node, list) else repr(node)
+            raise ValueError(f"override {override!r}: {here} is {what}, which has no {key!r}") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -34,7 +34,10 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     """
     refuse_existing(out)
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"{out} can't be made: {error.strerror}; choose another OUT") from None
     try:
         yield partial
         for file in partial.rglob("*.safetensors"):

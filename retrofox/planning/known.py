@@ -15,7 +15,7 @@ SMOLLM2_135M = {
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-    "tie_word_embeddings": True, "max_position_embeddings": 131072, "rope_scaling": LLAMA3,
+    "tie_word_embeddings": True, "max_position_embeddings": 131072, "rope_scaling": {**LLAMA3, "factor": 32.0},
 }  # fmt: skip
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -49,8 +49,17 @@ def config_of(model: str) -> dict[str, Any]:
 
 def trained_length(config: dict[str, Any]) -> int:
     """Tokens that a model was trained to, before any RoPE scaling (`retrofox.families.trained_length`, of a dict)."""
+    lengths = [values.get("original_max_position_embeddings") or 0 for values in rope_scalings(config)]
+    return int(max(lengths, default=0) or config.get("max_position_embeddings", 2048))
+
+
+def rope_scalings(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sets of RoPE parameters of a config.json that scale something: one, or one for each type of layer."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    scaled = [values for values in sets if values.get("rope_type", values.get("type", "default")) != "default"]
-    lengths = [values.get("original_max_position_embeddings") or 0 for values in scaled]
-    return int(max(lengths, default=0) or config.get("max_position_embeddings", 2048))
+    return [values for values in sets if rope_type(values) != "default"]
+
+
+def rope_type(values: dict[str, Any]) -> str:
+    """The kind of scaling of a set of RoPE parameters; older configs call it `type`."""
+    return values.get("rope_type", values.get("type", "default"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from retrofox.config import Recipe, validate
 from retrofox.config.yaml_text import write_yaml
+from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of, trained_length
@@ -57,9 +58,10 @@ def new_recipe(
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: no recipe fits; the text says which length would.
+        ValueError: no recipe fits; the text says which length would. A converted or quantised model.
     """
     config = config_of(model)
+    check_source(model, config)
     trained = trained_length(config)
     plain = shape_of(config, None)
     open_heads = max(1, round(OPEN_SHARE * plain.layers * plain.kv_heads))

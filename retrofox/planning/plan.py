@@ -14,10 +14,11 @@ from typing import Any
 
 from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
+from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
-from retrofox.planning.known import KNOWN, config_of, trained_length
-from retrofox.planning.memory import Setting, cpu_memory, memory, trained_parameters
+from retrofox.planning.known import KNOWN, config_of, rope_scalings, rope_type, trained_length
+from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.support.counts import size
@@ -66,10 +67,11 @@ def plan(
         ValueError: its config.json can't be planned from.
     """
     config = config_of(recipe.model)
+    refusals = list(refused(recipe, config))
     spec = None if recipe.fox is None else recipe.fox.resolved(trained_length(config))
     shape = shape_of(config, spec)
     setting = _setting(shape, recipe, on, gpus, sharding)
-    stages, refusals = [], []
+    stages = []
     readers = max(1, gpus // recipe.parallel.context)
     for number, stage in enumerate(recipe.stages):
         try:
@@ -91,7 +93,7 @@ def plan(
         "model": recipe.model,
         "output": recipe.output,
         "parameters": shape.parameters,
-        "parameters_added": shape.added if recipe.fox is not None else 0,
+        "parameters_added": shape.added,
         "device": on.name,
         "devices": gpus,
         "sharding": setting.sharding if gpus > 1 else None,
@@ -104,6 +106,26 @@ def plan(
         "recipes_that_fit": recipes_that_fit(on, gpus) if on.gpu else [],
         "refusals": refusals,
     }
+
+
+def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
+    """What a recipe may not ask of a model with this config.json."""
+    if config.get("model_type", "").startswith("fox_"):
+        for key in ("fox", "rope_scaling", "rope_theta", "attention"):
+            if getattr(recipe, key) is not None:
+                yield f"{key} is for unconverted models, and {recipe.model} is converted: remove it"
+    elif recipe.fox is not None:
+        try:
+            check_source(recipe.model, config)
+        except ValueError as error:
+            yield str(error)
+    elif recipe.lora is not None:
+        yield "LoRA here adapts converted models: give the recipe a `fox:` section"
+    elif recipe.rope_scaling is not None:
+        asked = recipe.rope_scaling.model_dump(exclude_none=True)
+        already = [rope_type(values) for values in rope_scalings(config) if {**values, **asked} != values]
+        if already:
+            yield f"rope_scaling: this model's RoPE is scaled already (rope_type {already[0]}): take another model"
 
 
 def _setting(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Setting:
@@ -221,7 +243,9 @@ def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         changes = {"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None}
         return fits(shape, recipe, stage.model_copy(update=changes), on, setting)
 
-    low, high = 0, 1
+    # Rows above a tile take less memory than a row of one tile: where the first of them fits, longer ones may.
+    above = tile_tokens(shape, stage) // 256 + 1
+    low, high = (above, 2 * above) if above > 1 and has_room(above) else (0, 1)
     while has_room(high) and 256 * high < LONGEST:
         low, high = high, 2 * high
     while high - low > 1:

@@ -140,6 +140,8 @@ def shape_of(config: dict[str, Any], fox: FoxSpec | None = None) -> Shape:
         return _shape(name, FAMILIES[name], config, spec)
     except KeyError as error:
         raise ValueError(f"this model's config.json lacks {error}: download it again") from None
+    except TypeError as error:
+        raise ValueError(f"a size in this model's config.json is no number ({error}): download it again") from None
 
 
 def known_shape(config: Any) -> Shape | None:

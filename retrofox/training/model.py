@@ -20,6 +20,7 @@ from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import holds_converted, read_config, refuse_adapter
+from retrofox.planning.plan import refused
 from retrofox.surgery import make_plan
 from retrofox.training.document_attention import set_document_attention
 from retrofox.training.lora import adapted, add_adapters
@@ -33,17 +34,14 @@ def trained_config(recipe: Recipe) -> Any:
         FileNotFoundError: no such model.
     """
     refuse_adapter(recipe.model)
+    values = {} if recipe.model.endswith(".gguf") else read_config(recipe.model)
+    for refusal in refused(recipe, values):
+        raise ValueError(refusal)
     if holds_converted(recipe.model):
-        for key in ("fox", "rope_scaling", "rope_theta", "attention"):
-            if getattr(recipe, key) is not None:
-                raise ValueError(f"{key} is for unconverted models, and {recipe.model} is converted: remove it")
-        model_type = read_config(recipe.model)["model_type"].removeprefix("fox_")
-        return lm_class(model_type).config_class.from_pretrained(recipe.model)
+        return lm_class(values["model_type"].removeprefix("fox_")).config_class.from_pretrained(recipe.model)
     config = any_config(recipe.model)
     if recipe.fox is not None:
         return make_plan(config, recipe.fox, base=recipe.model).config
-    if recipe.lora is not None:
-        raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
     set_rope_config(config, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
     return config
 

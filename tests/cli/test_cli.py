@@ -150,6 +150,8 @@ def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
     assert code == 2
     assert "exists: remove it" in err
     assert [file.name for file in tmp_path.iterdir()] == ["cut"]
+    code, _, err = run("convert", source, "/proc/new", "--no-verify")
+    assert (code, "error: /proc/new can't be made: No such file or directory" in err) == (2, True)
 
 
 @pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 0.01 1e12", "--pro qk-norm,qk-norm"])
@@ -217,9 +219,10 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "push ./absent me/fox": "does not exist",
         "push {base} fox": "is not the name of a Hub repository",
         "convert {base} {base}": "exists: remove it",
+        "recipes new --model {base} --gpu 4090 --out /proc/new.yaml": "/proc/new.yaml: No such file or directory",
         "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
         "convert ./absent out": "no such directory",
-        "recipes cp smollm2-lora absent/x/y.yaml": "No such file or directory: 'absent/x'",
+        "recipes cp smollm2-lora absent/x/y.yaml": "error: absent/x: No such file or directory",
         "train absent.yaml": "absent.yaml",
     }
     code = """
@@ -260,7 +263,7 @@ def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **values}))
     code, _, err = run("convert", tmp_path / "odd", tmp_path / "out")
     assert code == 2
-    assert any(t in err for t in ("can't be opened in transformers", "gates need a causal model", "belongs"))
+    assert any(t in err for t in ("can't be opened in transformers", "is '16'", "gates need a causal", "belongs"))
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
 
 

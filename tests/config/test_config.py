@@ -95,7 +95,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
             ["constant stays at 1: remove it, got 0.1"],
         ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
-        ("stages.1.tokens=5", ["stages is [{", "which has no '1'"]),
+        ("stages.1.tokens=", ["stages is a list of 1, counted from 0, which has no '1'"]),
         ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a finite number of tokens", "'soon'"]),
         ("seed", ["a.b=c"]),
         ("seed=[", ["not valid YAML"]),

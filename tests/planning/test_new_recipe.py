@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from retrofox.config import load_recipe
 from retrofox.config.shipped import HOME
+from retrofox.fox_spec import FoxSpec
 from retrofox.planning.hardware import hardware
+from retrofox.planning.known import LLAMA_1B
 from retrofox.planning.new_recipe import new_recipe
 from retrofox.planning.plan import plan
 
@@ -44,6 +49,19 @@ def test_what_fits_in_no_way_is_refused_with_a_length_that_does():
         new_recipe("meta-llama/Llama-3.1-8B", 1 << 20, hardware("4090"))
     with pytest.raises(ValueError, match=r"in no way, .*: take a larger GPU"):
         new_recipe("meta-llama/Llama-3.1-8B", 4096, hardware(memory="2G"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "fox_llama", "fox": FoxSpec().to_dict()}, "is already converted"),
+        ({"quantization_config": {"quant_method": "awq"}}, "is quantised (awq)"),
+    ],
+)
+def test_a_model_that_can_not_be_converted_gets_no_recipe(tmp_path, changes, said):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_1B, **changes}))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        new_recipe(str(tmp_path), 4096, hardware("h100"))
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from retrofox.config import dump
+from retrofox.fox_spec import FoxSpec
 from retrofox.planning.hardware import Hardware, hardware
 from retrofox.planning.known import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 from retrofox.planning.live_share import live_shares
@@ -87,15 +88,23 @@ def test_a_launch_says_how_weights_are_split(recipe_of, monkeypatch):
         assert plan(recipe, H100, gpus=2)["stages"][0]["memory_gb"]["weights"] == pytest.approx(weights)
 
 
-def test_the_longest_row_is_the_last_that_fits(recipe_of):
-    recipe = recipe_of(stage=FULL)
+@pytest.mark.parametrize(
+    ("switches", "lora", "room"),
+    [
+        (FULL, None, 80),
+        ({"tiled_mlp": "auto"}, {"rank": 16}, 24),
+    ],  # a tile of 16384 tokens alone wouldn't fit the latter
+)
+def test_the_longest_row_is_the_last_that_fits(recipe_of, switches, lora, room):
+    recipe, card = recipe_of(stage=switches, lora=lora), Hardware("card", 1e9 * room, None)
     shape, stage, setting = shape_of(LLAMA_1B, recipe.fox), recipe.stages[0], Setting()
-    found = longest_row(shape, recipe, stage, H100, setting)
+    found = longest_row(shape, recipe, stage, card, setting)
     sizes = []
     for length in (found, found + 256):
-        longer = recipe_of(stage={**FULL, "sequence_length": length, "batch_tokens": None})
-        sizes.append(total(plan(longer, H100)))
-    assert sizes[0] <= 80 < sizes[1]
+        longer = recipe_of(stage={**switches, "sequence_length": length, "batch_tokens": None}, lora=lora)
+        sizes.append(total(plan(longer, card)))
+    assert sizes[0] <= room < sizes[1]
+    assert found > 32768
 
 
 def test_shipped_recipes_that_fit_are_named(recipe_of):
@@ -111,6 +120,30 @@ def test_a_disk_that_is_too_small_is_refused_only_where_the_run_would_be(recipe_
     assert plan(recipe_of(), H100)["refusals"] == []
     (refusal,) = plan(recipe_of(), H100._replace(host=1e12))["refusals"]
     assert "free and a checkpoint takes 14.8 GB" in refusal
+
+
+YARN = {"rope_type": "yarn", "factor": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "said"),
+    [
+        ({**LLAMA_1B, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}, {}, "fox is for unconverted models"),
+        ({**LLAMA_1B, "quantization_config": {"quant_method": "gptq"}}, {}, "is quantised (gptq)"),
+        (LLAMA_1B, {"fox": None, "lora": {"rank": 16}}, "give the recipe a `fox:` section"),
+        (LLAMA_1B, {"fox": None, "rope_scaling": YARN}, "RoPE is scaled already (rope_type llama3)"),
+        (SMOLLM2_135M, {"fox": None, "rope_scaling": YARN}, None),
+    ],
+)
+def test_what_train_refuses_of_the_config_is_refused(recipe_of, config, values, said):
+    refusals = plan(recipe_of(config, **values), H100)["refusals"]
+    assert refusals == [] if said is None else said in refusals[0]
+
+
+def test_a_converted_model_has_its_added_parameters_counted(recipe_of):
+    config = {**SMOLLM2_135M, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}
+    report = plan(recipe_of(config, fox=None), H100)
+    assert (report["parameters_added"], report["refusals"]) == (30 * 9 * (576 + 1), [])
 
 
 def test_disk_is_what_all_stages_leave(recipe_of):

@@ -79,7 +79,7 @@ def test_a_rope_of_a_model_that_has_its_own_is_refused(
     pico_tokenizer.save_pretrained(scaled)
     for model, told in (
         (pico_fox_checkpoint, f"rope_scaling is for unconverted models, and {pico_fox_checkpoint} is converted"),
-        (scaled, "scaled already (rope_type linear), and yarn would replace"),
+        (scaled, "this model's RoPE is scaled already (rope_type linear)"),
     ):
         recipe = control(model=str(model), rope_scaling=YARN)
         assert told in check_here(recipe)[0]
