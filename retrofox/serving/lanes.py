@@ -211,7 +211,9 @@ class LanesImpl:
         def past(request: int, first: int, length: int) -> KeyValueRows:
             return gather(lanes, kv_cache, batch.block_table[request], first, length)
 
-        read_all(readings, query, KeyValueRows(key, value, output_scale), past, output, self.options)
+        read_all(
+            readings, query, KeyValueRows(key, value, output_scale), past, output, self.options, self.options["window"]
+        )
         return output
 
 

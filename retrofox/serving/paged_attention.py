@@ -2,7 +2,7 @@
 
 Logits are scale * q_i . k_j + (c_i - c_j). One kernel where the keys are not split, else two; no value is needed on the
 host. With a horizon each program first finds where the group's live keys begin; blocks before are not read, but for
-sinks.
+sinks. What lies beyond a layer's reach is never read: it may be another text's by now.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
@@ -41,12 +41,13 @@ def _attend_kernel(
     scale, softcap, horizon, query_token, query_head, output_token, output_head,
     cache_block, cache_head, cache_token, table_row, heads,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One token, kv head and part of its keys: all query heads of the group attend.
 
-    SEARCH: with a horizon the steps in which its first block is found, else 0.
+    REACH: tokens whose keys may be read, sinks aside; 0 = all. SEARCH: with a horizon the steps in which its first
+    block is found, else 0.
     """
     part, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = token
@@ -55,8 +56,8 @@ def _attend_kernel(
     stop = tl.load(query_start + request + 1)
     length = tl.where(token < stop, tl.load(seq_lens + request) - (stop - 1 - token), 0)  # 0: padding
     low = length * 0
-    if WINDOW > 0:
-        low = tl.maximum(length - WINDOW, 0)
+    if REACH > 0:
+        low = tl.maximum(length - REACH, 0)
     g, channel, step = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
     inside = g < GROUPS
     whole = channel < DIM
@@ -70,7 +71,7 @@ def _attend_kernel(
     own_low = tl.load(own + GROUPS + g, mask=inside, other=0.0)
     first = low // BLOCK
     if SEARCH > 0:  # c falls: a block is dead where its last key is, and all before it are
-        dead, width = length * 0, 1
+        dead, width = first, 1
         for _ in tl.static_range(SEARCH - 1):
             width *= WAYS
         for _ in tl.static_range(SEARCH):
@@ -81,7 +82,7 @@ def _attend_kernel(
             near = known & ((decay <= 0.0 - horizon) == 0)  # NaN is to be seen
             dead += tl.sum(((tl.max(near.to(tl.int32), 0) == 0) & (at < length)).to(tl.int32), 0) * width
             width = width // WAYS
-        first = tl.maximum(first, dead)
+        first = dead
     sinks = tl.minimum(tl.cdiv(SINK, BLOCK), first)  # blocks of sinks come before those from the first on
     blocks = sinks + tl.cdiv(length, BLOCK) - first
     mine = tl.cdiv(blocks, PARTS)
@@ -91,7 +92,7 @@ def _attend_kernel(
     made = tl.zeros([ROWS, CHANNELS], tl.float32)
     for block in range(begin, tl.minimum(begin + mine, blocks)):
         at = tl.where(block < sinks, block, first + block - sinks) * BLOCK + step
-        seen = (at >= low) & (at < length)
+        seen = ((at >= low) | (at < SINK)) & (at < length)
         row = row_of(table, at, at < length, head, cache_block, cache_head, cache_token, PAGE)
         k = tl.load(cache + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
         v = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
@@ -150,6 +151,7 @@ def attend(
     output: torch.Tensor,
     options: dict[str, Any],
     owner: torch.Tensor | None = None,
+    reach: int | None = None,
 ) -> None:
     """Forgetting Attention of tokens over the rows of their texts, which are written, into `output`.
 
@@ -159,9 +161,11 @@ def attend(
         query: (T, H, D) in the rows' dtype, of unit last stride, as `output` (T, H, D).
         kv_cache: as in `write`.
         batch: query_start_loc, seq_lens, block_table of `write`.
-        options: scale, window, sink, softcap and horizon of `fox_kernels.forgetting_attention`.
+        options: scale, window, sink, softcap and horizon of `fox_kernels.forgetting_attention`; no sink in a window.
         owner: (T,) int32, the request of each token; None where the number of both is the same.
+        reach: tokens that window and horizon leave to see at most; rows before are not read, but for sinks.
     """
+    assert not (options["window"] and options["sink"])
     tokens, query_heads, dim = query.shape
     heads = query_heads // paged.groups
     parts = min(power_of_2(cdiv(PROGRAMS, max(tokens * heads, 1))), MOST_PARTS)
@@ -179,9 +183,11 @@ def attend(
     )  # fmt: skip
     keys = KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2
     row = (paged.groups, 16, dim, channels, paged.per_float, kv_cache.shape[2])
+    reach = reach or options["window"] or 0
     longest = batch.block_table.shape[1] * kv_cache.shape[2]
+    longest = min(longest, reach + keys) if reach else longest
     search = 0 if horizon is None else next(steps for steps in range(1, 5) if WAYS.value**steps * keys >= longest)
-    constants = (*row, keys, parts, options["window"] or 0, options["sink"], softcap is not None, search)
+    constants = (*row, keys, parts, reach, options["sink"], softcap is not None, search)
     launch(_attend_kernel, (parts, heads, tokens), arguments, constants, warps=WARPS, stages=STAGES)
     if parts > 1:
         arguments = (made, weights, output, output.stride(0), output.stride(1), query_heads)
@@ -193,6 +199,7 @@ class PagedImpl:
 
     room: Paged
     gate: Any  # the layer's, where it reads the states; else None
+    reach: int | None  # `retrofox.anatomy.reach`
     options: dict[str, Any]  # of `forgetting_attention`
 
     def forward(
@@ -216,16 +223,15 @@ class PagedImpl:
         if batch is None:
             return output.zero_()
         assert output_scale is not None
-        weights = () if self.gate is None else (self.gate.weight, self.gate.bias)
         links, readings, tokens, owner = batch.fox
         room = self.room
-        log_f = log_f_of(output_scale, *weights) if weights else output_scale
+        log_f = output_scale if self.gate is None else log_f_of(output_scale, self.gate)
         write(room, key, value, log_f, kv_cache, batch, links)
         if tokens:
-            attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
+            attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner, self.reach)
 
         def past(request: int, first: int, length: int) -> KeyValueRows:
-            return gather(room, kv_cache, batch.block_table[request], first, length)
+            return gather(room, kv_cache, batch.block_table[request], first, length, self.options["sink"])
 
-        read_all(readings, query, KeyValueRows(key, value, log_f), past, output, self.options)
+        read_all(readings, query, KeyValueRows(key, value, log_f), past, output, self.options, self.reach)
         return output

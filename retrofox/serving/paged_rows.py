@@ -28,7 +28,7 @@ from fox_kernels.layer.gate import gate_and_logit
 from retrofox.serving.prefill import KeyValueRows, Links
 
 FEW = 256
-"""Rows up to which a gate takes a program for each row and head."""
+"""KeyValueRows up to which a gate takes a program for each row and head."""
 TOKENS = 128
 """Tokens that a program adds up at once."""
 CHUNK = 512
@@ -60,11 +60,13 @@ class Paged:
         return -(-self.groups * self.per_float // 8) * 8
 
 
-def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as a `ForgetGate` in a kernel."""
+def log_f_of(hidden_states: torch.Tensor, gate: Any) -> torch.Tensor:
+    """log sigmoid(W x + b) - bounds (T, H) float32 of hidden states (T, K), as a `ForgetGate` in a kernel."""
     if 0 < hidden_states.shape[0] <= FEW:
-        return gate_rows(hidden_states.contiguous(), weight, bias)
-    return gate_and_logit(hidden_states, weight, bias, keeps_logit=False)[0]
+        log_f = gate_rows(hidden_states.contiguous(), gate.weight, gate.bias)
+    else:
+        log_f, _ = gate_and_logit(hidden_states, gate.weight, gate.bias, keeps_logit=False)
+    return log_f if gate.bounds is None else log_f.sub_(gate.bounds)
 
 
 @triton.jit
@@ -214,17 +216,17 @@ def _write_kernel(
         tl.store(floats_to + GROUPS, (c - high.to(tl.float64)).to(tl.float32), mask=kept)
 
 
-@triton.jit(do_not_specialize=["first", "length"])
+@triton.jit(do_not_specialize=["sinks", "first", "length"])
 def _gather_kernel(
-    cache, floats, pages, key, value, log_f, first, length, cache_block, cache_head, cache_token, heads,
+    cache, floats, pages, key, value, log_f, sinks, first, length, cache_block, cache_head, cache_token, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK cached tokens of one kv head: their keys and values, and log f as c's differences."""
+    """BLOCK of a text's first `sinks` tokens and those from `first` on: keys, values, log f as c's differences."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     real = token < length
-    at = first + token
+    at = tl.where(token < sinks, token, first + token - sinks)
     row = row_of(pages, at, real, head, cache_block, cache_head, cache_token, PAGE)
     before = row_of(pages, tl.maximum(at - 1, first), real, head, cache_block, cache_head, cache_token, PAGE)
     channel = tl.arange(0, CHANNELS)
@@ -280,17 +282,24 @@ def write(
     launch(_write_kernel, grid, arguments, sizes + row, warps=warps)
 
 
-def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> KeyValueRows:
-    """Tokens `first` to `length` of a text out of its pages (pages,) int32; log f of the first is 0."""
+def gather(
+    paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int, sinks: int = 0
+) -> KeyValueRows:
+    """Tokens `first` to `length` of a text out of its pages (pages,) int32, behind those of its `sinks` before `first`.
+
+    log f of the first is 0, of a sink any: it doesn't decay.
+    """
     _, heads, page, _ = kv_cache.shape
-    made = kv_cache.new_empty(2, length - first, heads, paged.dim)
-    log_f = torch.empty(length - first, heads * paged.groups, dtype=torch.float32, device=kv_cache.device)
+    sinks = min(sinks, first)
+    rows = sinks + length - first
+    made = kv_cache.new_empty(2, rows, heads, paged.dim)
+    log_f = torch.empty(rows, heads * paged.groups, dtype=torch.float32, device=kv_cache.device)
     channels = power_of_2(paged.dim)
     block = 4096 // channels
     arguments = (
-        kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, first, length - first,
+        kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, sinks, first, rows,
         *kv_cache.stride()[:3], heads,
     )  # fmt: skip
     row = (paged.groups, power_of_2(paged.groups), paged.dim, channels, paged.per_float, page, block)
-    launch(_gather_kernel, (cdiv(length - first, block), heads), arguments, row)
+    launch(_gather_kernel, (cdiv(rows, block), heads), arguments, row)
     return KeyValueRows(made[0], made[1], log_f)

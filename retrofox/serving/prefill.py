@@ -31,7 +31,7 @@ class Reading:
         edges: where the new tokens of each begin, and where the last one's end.
         past: tokens of the request in the cache before this step.
         cu_seqlens: (requests + 1,) int32, `edges` from 0 on, on the device; None for one request.
-        ways: by options, the checked call that all layers of a step share; see `read`.
+        ways: by options and number of rows, what such layers share of a step; see `read`.
     """
 
     request: int
@@ -132,7 +132,7 @@ def read(
         options: scale, window, sink, softcap, horizon of `fox_kernels.forgetting_attention`.
     """
     tensors = [x[None] for x in (query, *rows)]
-    kind = tuple(options.values())
+    kind = (*options.values(), len(rows.key))
     if kind not in reading.ways:
         reading.ways[kind] = _way(reading, tensors, options)
     attend = reading.ways[kind]
@@ -169,18 +169,19 @@ def read_all(
     past: Callable[[int, int, int], KeyValueRows],
     output: torch.Tensor,
     options: dict[str, Any],
+    reach: int | None,
 ) -> None:
     """`read` of every reading into `output`; both it and the query are (T, H, D).
 
     Args:
         new: the new tokens of the batch.
-        past: rows of a request from one of its tokens to another, out of its pages.
+        past: rows of a request from one of its tokens to another, out of its pages, its sinks before them.
+        reach: tokens that a query sees at most; pages before what the first new token sees are another text's by now.
     """
     for reading in readings:
         mine, rows = reading.new, KeyValueRows(*(x[reading.new] for x in new))
         if reading.past:
-            window = options["window"]  # pages before what the first new token sees are another text's by now
-            first = 0 if window is None else max(0, reading.past - window + 1)
+            first = 0 if reach is None else max(0, reading.past - reach + 1)
             rows = past(reading.request, first, reading.past + mine.stop - mine.start)
         read(reading, query[mine], rows, output[mine], options)
 

@@ -22,18 +22,20 @@ from retrofox.serving.lanes import LanesImpl, plan_lanes
 from retrofox.serving.paged_attention import PagedImpl
 from retrofox.serving.paged_rows import Paged
 from retrofox.serving.prefill import StepBuilder
+from retrofox.serving.vllm_blocks import ReachingAttention
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Backends whose cache is known to be (blocks, kv heads, tokens, key and value), or on a CPU keys before values."""
 
 
-def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float | None) -> Attention:
+def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float | None, reach: int | None) -> Attention:
     """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
 
     Args:
         gate: the layer's forget gate, with a weight (H, hidden) and a bias (H,) in float32 where it reads the states,
             which our own kernels do by themselves.
         horizon: nats of decay at which a key is masked; lanes can't, so `refusal` lets only a GPU have one.
+        reach: `retrofox.anatomy.reach` of the layer.
 
     Raises:
         ValueError: no backend that is known here takes heads of that width.
@@ -53,7 +55,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
         room = Paged(groups, native.head_size, dtype)
     context: Any = config.compilation_config.static_forward_context
     del context[native.layer_name]
-    made = Attention(
+    made = ReachingAttention(
         native.num_heads,
         native.head_size + (room.extra if paged else room.width),
         native.impl.scale,  # type: ignore[attr-defined]
@@ -65,7 +67,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
         attn_backend=_backend(chosen, paged, softcap is not None),
     )
     impl: Any = made.impl
-    impl.room, impl.gate = room, gate if paged and hasattr(gate, "weight") else None
+    impl.room, impl.gate, impl.reach = room, gate if paged and hasattr(gate, "weight") else None, reach
     impl.options = {
         "scale": impl.scale,
         "window": native.sliding_window,

@@ -22,7 +22,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
-from retrofox.anatomy import attentions, exempt_tokens, on_meta, sliding_window
+from retrofox.anatomy import attentions, exempt_tokens, on_meta, reach, sliding_window
 from retrofox.families import unconverted_config
 from retrofox.fox_spec import FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
@@ -52,6 +52,11 @@ class Added(nn.Module):
             set_weight_attrs(parameter, {"weight_loader": _loader(whole, per_head, repeat)})
             self.register_parameter(name, parameter)
         self.eps = getattr(module, "eps", 0.0)
+        self.register_buffer("bounds", None, persistent=False)
+        bounds = getattr(module, "bounds", None)
+        if bounds is not None:
+            self.bounds = torch.empty(num_heads[len(bounds)] * repeat, dtype=torch.float32)
+            _loader(len(bounds), 1, repeat)(self.bounds, torch.tensor(bounds, dtype=torch.float32))
 
 
 def _loader(whole: int, per_head: int, repeat: int) -> Any:
@@ -158,9 +163,11 @@ class Attend:
     def _log_f(self) -> torch.Tensor:
         """log f (T, H) float32, as `retrofox.model.modeling_fox.ForgetGate` computes it."""
         gate = self.module.forget_gate
-        if not hasattr(gate, "weight"):
-            return F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
-        return F.logsigmoid(F.linear(self.hidden_states.float(), gate.weight, gate.bias))
+        if hasattr(gate, "weight"):
+            log_f = F.logsigmoid(F.linear(self.hidden_states.float(), gate.weight, gate.bias))
+        else:
+            log_f = F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
+        return log_f if gate.bounds is None else log_f - gate.bounds
 
 
 def _head_norm(flat: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -218,7 +225,7 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         setattr(module, name, None if added is None else Added(added, num_heads, repeat))
     fox = types.SimpleNamespace(head_dim=native.head_size, log_n=spec.log_n, tables=None)
     if wanted.forget_gate is not None:
-        module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), wanted.horizon)
+        module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), wanted.horizon, reach(wanted))
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         rotary = getattr(module, "rotary_emb", None)

@@ -27,7 +27,7 @@ TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
     "sums": "*fp64",
 }
-UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "log_f_token", *FLOATS)
+UNALIGNED = ("requests", "heads", "query_heads", "sinks", "first", "length", "table_row", "log_f_token", *FLOATS)
 NONE = ("owner", "source", "source_request")
 SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PER": 2, "PAGE": 16}
 WRITE = {"CHUNK": 512, **SIZES}
@@ -36,7 +36,7 @@ WRITE = {"CHUNK": 512, **SIZES}
 def attend(dim, channels, **options):
     sizes = {"GROUPS": 3, "ROWS": 16, "DIM": dim, "CHANNELS": channels, "PER": 2, "PAGE": 16}
     sizes["BLOCK"] = paged_attention.KEYS
-    plain = {"PARTS": 8, "WINDOW": 0, "SINK": 0, "CAP": False, "SEARCH": 0}
+    plain = {"PARTS": 8, "REACH": 0, "SINK": 0, "CAP": False, "SEARCH": 0}
     return paged_attention._attend_kernel, sizes | plain | options, 4
 
 
@@ -47,9 +47,9 @@ KERNELS = {
     "write, at most a chunk": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False, "sums": None}, 4),
     "attend, 64": attend(64, 64),
     "attend, 64, one part": attend(64, 64, PARTS=1, SINK=1),
-    "attend, 80, a window": attend(80, 128, WINDOW=4096),
+    "attend, 80, a window": attend(80, 128, REACH=4096),
     "attend, 64, a horizon": attend(64, 64, SINK=1, SEARCH=2),
-    "attend, 128, a horizon": attend(128, 128, SINK=1, SEARCH=2),
+    "attend, 128, a horizon and a reach": attend(128, 128, SINK=1, SEARCH=2, REACH=5909),
     "attend, 128, softcap": attend(128, 128, CAP=True, SINK=4),
     "merge": (paged_attention._merge_kernel, {"DIM": 64, "CHANNELS": 64, "PARTS": 8}, 1),
     "merge, most parts": (paged_attention._merge_kernel, {"DIM": 128, "CHANNELS": 128, "PARTS": 64}, 4),

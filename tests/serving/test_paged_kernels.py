@@ -45,7 +45,7 @@ class Texts:
     """Requests whose past lies in pages of a cache, with new tokens to write: everything in float64, too."""
 
     def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=(), writer=(),
-                 dtype=torch.bfloat16, by_pages=False, spread=1.0):  # fmt: skip
+                 dtype=torch.bfloat16, by_pages=False, spread=1.0, least=0.0):  # fmt: skip
         torch.manual_seed(0)
         self.paged, self.groups, self.dim, self.device = Paged(groups, dim, dtype), groups, dim, device
         tokens, pages = sum(new) + padding, 12
@@ -63,9 +63,9 @@ class Texts:
         rows = torch.randn(blocks, PAGE, HEADS, 2 * (dim + self.paged.extra)).to(dtype)
         self.cache = rows.to(device).transpose(1, 2)  # heads beside each other in memory, as vLLM lays them out
         size = size * torch.logspace(0, math.log10(spread), HEADS * groups).view(HEADS, groups)
-        self.log_f = -torch.rand(tokens, HEADS, groups) * size
+        self.log_f = -least - torch.rand(tokens, HEADS, groups) * size
         self.key, self.value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in range(2))
-        self.c_past = [-torch.rand(length, HEADS, groups).double().cumsum(0) * size for length in past]
+        self.c_past = [(-least - torch.rand(n, HEADS, groups).double() * size).cumsum(0) for n in past]
         for request, length in enumerate(past):
             if request in linked:  # the row that is being written holds anything
                 before = self.c_past[linked[request]]
@@ -121,6 +121,15 @@ class Texts:
                     dead += KEYS
         return dead
 
+    def poison_beyond(self, reach, sink):
+        """NaN into all rows, c too, that are beyond the reach of a request's first query; returns how many."""
+        dead = 0
+        for request, length in enumerate(self.past):
+            for t in range(sink, length + 1 - reach):
+                self._row(request, t)[0][:] = math.nan
+                dead += 1
+        return dead
+
     def text(self, request):
         """Keys, values (S, HEADS, D) and c (S, HEADS, G) float64 of a request: its pages' and its new tokens'."""
         begin, end = self.start[request : request + 2].tolist()
@@ -147,7 +156,7 @@ def written(**shape):
     return errors
 
 
-def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **shape):
+def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, reach=None, **shape):
     """Largest difference of the output from float64, what padding got, and how many tokens' keys were NaN."""
     dtype = shape.pop("dtype", torch.float32)  # of bfloat16 the interpreter has no product
     texts = Texts(dtype=dtype, **shape)
@@ -158,6 +167,7 @@ def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **s
     options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap, "horizon": horizon}
     read = [texts.text(request) for request in range(len(texts.past))]
     poisoned = 0 if horizon is None else texts.poison(horizon, sink)
+    poisoned += 0 if reach is None else texts.poison_beyond(reach, sink)
     single = max(texts.new) == 1
     batch = texts.batch
     if single and padding:  # as a CUDA graph has it: requests without a token, whose pages nobody may read
@@ -170,7 +180,7 @@ def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **s
     owner = None if single else owners(texts.start.tolist()).to(texts.device)
     paged_attention.PROGRAMS = programs or PROGRAMS
     paged_attention.attend(
-        texts.paged, query[:taken].to(texts.device), texts.cache, batch, output[:taken], options, owner
+        texts.paged, query[:taken].to(texts.device), texts.cache, batch, output[:taken], options, owner, reach
     )
     output, error = output.cpu(), 0.0
     for request, length in enumerate(texts.past):
@@ -187,6 +197,7 @@ def attended(window=None, sink=0, softcap=None, horizon=None, programs=None, **s
     return {"error": error, "padding": float(rest.abs().max()) if len(rest) else 0.0, "poisoned": poisoned}
 
 
+NEAR = {"horizon": 2.0, "least": math.log(2) / 8, "size": 0.01, "reach": 25}
 ATTENDED = {
     "decoding": {"new": [1, 1, 1], "past": [40, 0, 177], "groups": 3},
     "one part, padded": {"new": [1, 1], "past": [140, 33], "groups": 3, "programs": 1, "padding": 2},
@@ -213,17 +224,30 @@ ATTENDED = {
     "a horizon, softcap": {"new": [1, 2], "past": [270, 80], "groups": 2, "softcap": 5.0, "horizon": 4.0},
     "a horizon of the own key only": {"new": [1], "past": [200], "groups": 1, "size": 60.0, "horizon": 1e-3},
     "a horizon found in two steps": {"new": [1], "past": [4300], "groups": 1, "size": 0.02, "horizon": 8.0},
+    "a reach, decoding": {"new": [1, 1, 1], "past": [300, 20, 90], "groups": 3, **NEAR},
+    "a reach, short pieces, sinks": {"new": [1, 3, 5], "past": [200, 0, 131], "groups": 3, "sink": 20, **NEAR},
+    "a reach, softcap, one part": {"new": [2], "past": [270], "groups": 2, "softcap": 5.0, "programs": 1, **NEAR},
 }  # fmt: skip
-PAST = {"groups of 3": (3, 64, 0, 77), "8 heads, wide": (8, 128, 0, 40), "from the middle": (4, 64, 37, 150)}
+PAST = {
+    "groups of 3": (3, 64, 0, 77),
+    "8 heads, wide": (8, 128, 0, 40),
+    "from the middle": (4, 64, 37, 150),
+    "sinks, from the middle": (4, 64, 37, 150, 3),
+    "sinks, from among them": (3, 64, 2, 40, 5),
+}
 
 
-def gathered(groups, dim, first, length, device="cpu"):
-    """Largest differences of keys, values and log f from those in the pages."""
+def gathered(groups, dim, first, length, sinks=0, device="cpu"):
+    """Largest differences of keys, values and log f from those in the pages; rows that aren't asked for are NaN."""
     texts = Texts([1], [length], groups, dim, device=device)
-    found = gather(texts.paged, texts.cache, texts.batch.block_table[0], first, length)
-    key, value, c = (x[first:length] for x in texts.text(0))
-    log_f = torch.diff(c, dim=0, prepend=c[:1]).flatten(1)
-    wanted = {"key": key, "value": value, "log_f": log_f}
+    key, value, c = texts.text(0)
+    sinks = min(sinks, first)
+    texts.poison_beyond(length + 1 - first, sinks)
+    found = gather(texts.paged, texts.cache, texts.batch.block_table[0], first, length, sinks)
+    log_f = torch.diff(c[first:length], dim=0, prepend=c[first : first + 1]).flatten(1)
+    log_f = torch.cat([torch.zeros_like(log_f[:sinks]), log_f])
+    wanted = {"key": key, "value": value}
+    wanted = {name: torch.cat([x[:sinks], x[first:length]]) for name, x in wanted.items()} | {"log_f": log_f}
     return {name: float((getattr(found, name).cpu().double() - wanted[name]).abs().max()) for name in wanted}
 
 

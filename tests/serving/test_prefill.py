@@ -99,7 +99,7 @@ def test_a_chunk_reads_its_past_out_of_the_pages(groups, options):
         query = text.query[past:length].float()
         new = KeyValueRows(*(torch.full((length - past, 1), torch.nan) for _ in range(3)))
         found = torch.empty_like(query)
-        read_all([Reading(7, (0, length - past), past)], query, new, rows, found, options)
+        read_all([Reading(7, (0, length - past), past)], query, new, rows, found, options, window)
         torch.testing.assert_close(found.double(), wanted[past:length], atol=2e-5, rtol=1e-5)
 
 

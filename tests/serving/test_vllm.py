@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.serving import engines
+from retrofox.serving import engines, verify
 from retrofox.serving.verify import Sizes, verify_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # What `vllm serve` runs; the `vllm` command of the build for CPUs looks for a distribution named vllm and stops.
 SERVE = ("-m", "vllm.entrypoints.openai.api_server", "--model")
+REACH = {"half_life": (5.0, 500.0), "max_half_life": 8.0, "horizon": 2.0}  # of 25 tokens
 WIDE = {"head_dim": 64, "hidden_size": 64, "max_position_embeddings": 1024}
 
 
@@ -43,19 +44,33 @@ def served(tmp_path_factory, pico_llama, stir, pico_tokenizer) -> Path:
         (100, {"half_life": (5.0, 500.0)}),
         (None, {"half_life": (5.0, 500.0), "gate_heads": "kv"}),
         (None, {"half_life": (5.0, 50.0), "gate_heads": "kv", "horizon": 4.0}),
+        (None, {"gate_heads": "kv", "sink_tokens": 40, "open_heads": ((1, 0),), **REACH}),
     ],
-    ids=["a sink", "five sinks", "window", "gates of kv heads", "a horizon"],
+    ids=["a sink", "five sinks", "window", "gates of kv heads", "a horizon", "reaches"],
 )
 def test_what_a_gpu_serves_is_what_retrofox_computes(monkeypatch, tmp_path, stir, window, spec):
-    """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""
+    """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption.
+
+    Blocks that a layer with a reach gave back, as all that no request holds, are NaN.
+    """
     from transformers import MistralConfig, MistralForCausalLM
 
-    config: dict[str, Any] = {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    layers = 3 if "open_heads" in spec else 1
+    config: dict[str, Any] = {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": layers}
     config |= {"vocab_size": 300, "intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
     stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
     monkeypatch.setattr(engines, "PROGRAM", (sys.executable, str(Path(__file__).parent / "served_as_on_a_gpu.py")))
+    plan = verify.make_jobs
+
+    def in_small_blocks(*arguments: Any) -> Any:
+        plenty, tight = plan(*arguments)
+        plenty.engine |= {"block_size": 32, "num_gpu_blocks_override": 300}
+        tight.engine["num_gpu_blocks_override"] *= layers  # a text has blocks in three groups of layers
+        return [plenty, tight]
+
+    monkeypatch.setattr(verify, "make_jobs", in_small_blocks)
     report = verify_serving(tmp_path / "fox", sizes=Sizes(requests=4, longest=300, tokens=4), eager=True)
     assert all(report["passed"].values()), json.dumps(report["rounds"])
 
