@@ -109,6 +109,15 @@ class GateRecorder(TrainerCallback):
         for gate in self.gates:
             gate.record = due
 
+    def refuse_rounded(self) -> None:
+        """Raises ValueError where something cast the gates, such as accelerate's mixed precision."""
+        for gate in self.gates:
+            if gate.bias.dtype != torch.float32:
+                raise ValueError(
+                    f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
+                    "'no' in the accelerate config; the recipe's `precision` says what products run in"
+                )
+
     def statistics(self) -> dict[str, float]:
         """Half-lives in tokens over all heads (geometric mean, percentiles), dead heads and the live share."""
         recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]

@@ -103,6 +103,19 @@ def note_of(directory: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("files", "sha256")}
 
 
+def refuse_other_tensors(model: Any, load_result: Any) -> None:
+    """Raises ValueError where a checkpoint has other tensors than the model: they would keep their first values."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    missing = set(load_result.missing_keys)
+    loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
+    lost = [name for name in missing if name in tensors and tensors[name].data_ptr() not in loaded]  # but tied ones
+    if wrong := sorted({*lost, *load_result.unexpected_keys}):
+        raise ValueError(
+            f"the checkpoint has other tensors than the model ({wrong[0]}, {len(wrong)} in all), as an earlier "
+            "version or another transformers wrote it: delete the stage's checkpoints to train it again"
+        )
+
+
 def rotate(root: Path, keep: int) -> None:
     """Deletes all but the newest `keep` complete checkpoints, and interrupted ones older than the newest complete.
 

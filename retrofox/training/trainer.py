@@ -71,9 +71,8 @@ class FoxTrainer(Trainer):
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
             self.add_callback(GatePressure(lm, stage, self.batch_tokens, args.world_size, args.device))
         fox = getattr(lm.config, "fox", None)
-        if (
-            stage.objective != "adapt" and fox is not None and fox["rope"] == "anneal"
-        ):  # last: it asks whether others want a save
+        if stage.objective != "adapt" and fox is not None and fox["rope"] == "anneal":
+            # Behind the others: it asks whether they want a save.
             self.add_callback(Anneal(lm, fox["annealed_tokens"], self.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
@@ -110,12 +109,7 @@ class FoxTrainer(Trainer):
 
     def _forward(self, model: Any, **batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's forward during a stage: the objective."""
-        for gate in self.gates.gates:
-            if gate.bias.dtype != torch.float32:
-                raise ValueError(
-                    f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
-                    "'no' in the accelerate config; the recipe's `precision` says what products run in"
-                )
+        self.gates.refuse_rounded()
         ours = own_autocast(self.run.recipe.precision)
         own = torch.autocast(self.args.device.type, torch.bfloat16) if ours else contextlib.nullcontext()
         with own:
@@ -259,17 +253,8 @@ class FoxTrainer(Trainer):
             model.save_pretrained(str(output_dir), state_dict=state_dict, save_original_format=False)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raises ValueError where a checkpoint has other tensors than the model: they would keep their first values."""
-        model: Any = self.model
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        missing = set(load_result.missing_keys)
-        loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
-        lost = [name for name in missing if name in tensors and tensors[name].data_ptr() not in loaded]  # but tied ones
-        if wrong := sorted({*lost, *load_result.unexpected_keys}):
-            raise ValueError(
-                f"the checkpoint has other tensors than the model ({wrong[0]}, {len(wrong)} in all), as an earlier "
-                "version or another transformers wrote it: delete the stage's checkpoints to train it again"
-            )
+        """Raises ValueError where the Trainer warns: see `checkpoint.refuse_other_tensors`."""
+        checkpoint.refuse_other_tensors(self.model, load_result)
 
     def restore(self, directory: Path) -> None:
         """Loads a stage's last checkpoint where nothing is left to train."""
