@@ -9,6 +9,7 @@ Each line of the data is {"messages": [{"role": "user", "content": ...}, {"role"
 import argparse
 from pathlib import Path
 
+import torch
 from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -34,13 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
     options = parser.parse_args(arguments)
 
-    model = retrofox.load(options.model)
+    model = retrofox.load(options.model, dtype=torch.float32)  # on a GPU, products run in bfloat16
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)  # asks nothing
     tokenizer.chat_template = CHATML
     settings = SFTConfig(
         options.out, assistant_only_loss=True, max_length=1024, per_device_train_batch_size=2,
         max_steps=options.steps, learning_rate=options.learning_rate, logging_steps=1, save_strategy="no",
-        bf16=False, report_to="none", use_cpu=options.cpu,
+        bf16=not options.cpu, report_to="none", use_cpu=options.cpu,
     )  # fmt: skip
     data = load_dataset("json", data_files=options.data, split="train")
     trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)

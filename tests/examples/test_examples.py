@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import retrofox
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-SIX = (
-    *("convert_live_model", "attention_in_your_layer", "train_on_your_files"),
-    *("lora_and_merge", "inspect_gates", "sft_with_trl"),
+SCRIPTS = (
+    *("convert_live_model", "attention_in_your_layer", "train_on_your_files", "lora_and_merge", "inspect_gates"),
+    *("sft_with_trl", "dpo_with_trl", "grpo_with_trl"),
 )
 # peft 0.21 and TRL 1.16 use names that transformers 5.23 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -61,7 +62,7 @@ def commanding(monkeypatch, run):
 
 
 def test_every_example_is_tested_here():
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*SIX, "demo"}
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, "demo"}
 
 
 def test_the_notebook_runs(pico_checkpoint, tmp_path, monkeypatch, capsys):
@@ -131,28 +132,55 @@ def test_gates_are_read_over_a_text(pico_fox_checkpoint, text, capsys):
     assert nats == sorted(nats, reverse=True)
 
 
-def test_trl_tunes_a_chat_model_on_the_assistants_tokens_and_keeps_its_gates(
-    pico_fox_checkpoint, tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def trl_script(monkeypatch, tmp_path, pico_fox_checkpoint):
+    """trl_script(name, *arguments): two steps of examples/NAME_with_trl.py, and its trainer; every tensor moved."""
     trl = pytest.importorskip("trl")
-    batches = []
 
-    class Watched(trl.SFTTrainer):
-        def compute_loss(self, model, inputs, *rest, **options):
-            batches.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
-            return super().compute_loss(model, inputs, *rest, **options)
+    def run(name: str, *arguments: str) -> Any:
+        module, trained = script(f"{name}_with_trl"), []
 
-    data, out = tmp_path / "chat.jsonl", tmp_path / "tuned"
+        class Watched(getattr(trl, f"{name.upper()}Trainer")):
+            def train(self, *given):
+                trained.append(self)
+                self.first_batch = next(iter(self.get_train_dataloader()))
+                return super().train(*given)
+
+        monkeypatch.setattr(module, f"{name.upper()}Trainer", Watched)
+        out = tmp_path / "tuned"
+        given = ["--model", str(pico_fox_checkpoint), "--out", str(out), "--cpu", "--steps", "2"]
+        module.main([*given, "--learning-rate", "1e-2", *arguments])
+        start, tuned = retrofox.load(pico_fox_checkpoint), retrofox.load(out)
+        assert tuned.config.model_type == "fox_llama"
+        for key, before in start.named_parameters():
+            assert not torch.equal(before, tuned.get_parameter(key)), key
+        return trained[0]
+
+    return run
+
+
+def lines(file: Path, *rows: dict) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_sft_learns_the_assistants_tokens_alone(trl_script, tmp_path):
     turns = [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "far away"}]
-    data.write_text((json.dumps({"messages": turns * 2}) + "\n") * 4)
-    module = script("sft_with_trl")
-    monkeypatch.setattr(module, "SFTTrainer", Watched)
-    given = ["--model", str(pico_fox_checkpoint), "--data", str(data), "--out", str(out), "--cpu"]
-    module.main([*given, "--steps", "2", "--learning-rate", "1e-2"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
-    for row, labels in zip(batches[0]["input_ids"], batches[0]["labels"], strict=True):
-        assert tokenizer.decode(row[labels != -100]) == "far away</s>" * 2
-    start, tuned = retrofox.load(pico_fox_checkpoint), retrofox.load(out)
-    assert tuned.config.model_type == "fox_llama"
-    for name, before in start.named_parameters():
-        assert not torch.equal(before, tuned.get_parameter(name)), name
+    trainer = trl_script("sft", "--data", lines(tmp_path / "chat.jsonl", *[{"messages": turns * 2}] * 4))
+    batch = trainer.first_batch
+    for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        assert trainer.processing_class.decode(row[labels != -100]) == "far away</s>" * 2
+
+
+def test_dpo_starts_from_a_reference_that_is_the_model(trl_script, tmp_path):
+    pairs = [{"prompt": "the fox", "chosen": f" forgets gate {i}", "rejected": " and so on and on"} for i in range(8)]
+    trainer = trl_script("dpo", "--data", lines(tmp_path / "pairs.jsonl", *pairs))
+    first, last = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert last < first == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_grpo_draws_answers_and_learns_from_their_rewards(trl_script):
+    trainer = trl_script("grpo", "--answers", "2", "--max-tokens", "4")
+    told = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(told) == 2
+    assert all(entry["reward_std"] > 0 for entry in told)
