@@ -21,6 +21,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start; read when torch is imported
 import torch
 
+from tests.remote_code import remote_code as remote_code
+
 PICO = {
     "vocab_size": 288,
     "hidden_size": 32,
@@ -56,7 +58,7 @@ PRELOADED = [
 
 LONGEST = [
     "kernels/test_interpreter.py", "kernels/test_decode.py", "kernels/test_compile.py", "training/test_resume.py",
-    "reporting/test_report.py", "evaluation/test_evaluate.py", "test_hub.py", "training/test_interruptions.py",
+    "reporting/test_report.py", "evaluation/test_evaluate.py", "hub/test_hub.py", "training/test_interruptions.py",
     "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_helpers_compile.py",
     "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
     "evaluation/test_needle.py", "conversion/test_artefact.py", "evaluation/test_baselines.py",
@@ -263,33 +265,6 @@ def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
     pico_fox().save_pretrained(directory)
     pico_tokenizer.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture
-def remote_code(monkeypatch, tmp_path) -> Iterator[None]:
-    """For tests that run the code beside a checkpoint: what transformers registers and imports for it is forgotten."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
-    import retrofox.model.modeling_fox  # noqa: F401 - registers ours first
-
-    def forget_imports() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-            del sys.modules[name]
-
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    # The installed classes, once registered, go before the code beside a checkpoint.
-    monkeypatch.setattr("retrofox.anatomy._register", lambda *classes: None)
-    for mapping in (CONFIG_MAPPING, MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        others = {key: value for key, value in mapping._extra_content.items() if "fox" not in str(key).lower()}
-        monkeypatch.setattr(mapping, "_extra_content", others)
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        monkeypatch.setitem(interface._global_mapping, "fox", interface._global_mapping["fox"])
-    forget_imports()
-    yield
-    forget_imports()
 
 
 @pytest.fixture

@@ -7,24 +7,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import retrofox
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
 from retrofox.cli.spec_options import STATE, spec_fields
 from retrofox.support.processes import fresh_python
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("base") / "base"
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def test_help_imports_no_torch():
@@ -95,44 +82,6 @@ def test_every_field_of_a_spec_that_a_user_may_set_has_an_option():
     fields = {*FoxSpec.__dataclass_fields__} - set(STATE)
     assert spec_fields().keys() == fields
     assert all(spec_fields().values())
-
-
-PRO = ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
-PRESETS = {
-    "fox-stretch": ("interpolate", "data", "slopes", 1, []),
-    "fox-llama": ("drop", "data", "slopes", 0, []),
-    "fox-pro": ("drop", "data", "slopes", 0, PRO),
-    "transformer-llama": ("keep", "none", "slopes", 1, []),
-    "transformer-pro": ("keep", "none", "slopes", 1, PRO),
-    "alibi": ("drop", "fixed", "alibi", 0, []),
-    "drope": ("drop", "none", "slopes", 1, []),
-}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_the_published_systems(run, source, tmp_path, name):
-    code, out, _ = run("convert", source, tmp_path / "out", "--preset", name, "--dry-run", "--json")
-    assert code == 0
-    spec = json.loads(out)["spec"]
-    assert tuple(spec[key] for key in ("rope", "gate", "init", "sink_tokens", "pro")) == PRESETS[name]
-    assert spec["preset"] == name
-
-
-def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
-    options = "--preset alibi --log-n 2Ki --no-verify"
-    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
-    assert code == 0
-    assert "fixed, ALiBi's slopes" in out
-    for file, path in (("config.json", ("fox",)), ("retrofox.json", ("plan", "spec"))):
-        spec = json.loads((tmp_path / "out" / file).read_text())
-        for key in path:
-            spec = spec[key]
-        assert (spec["preset"], spec["gate"], spec["init"], spec["log_n"]) == ("alibi", "fixed", "alibi", 2048)
-        assert spec["half_life"] is None
-    model = retrofox.load(tmp_path / "out")
-    bias = model.model.layers[0].self_attn.forget_gate.bias
-    slopes = -torch.nn.functional.logsigmoid(bias.double())
-    assert slopes.tolist() == pytest.approx([2**-4, 2**-8], rel=1e-5)  # 2^(-8h/H), H = 2
 
 
 def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):

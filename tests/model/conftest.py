@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from retrofox.acceleration import forgetting_cache, head_groups
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import CACHE
 
@@ -43,3 +45,33 @@ def decode(model: Any, input_ids: torch.Tensor, cache: Any, mask: Any = None, po
         parts.append(logits(model, input_ids[:, seen], **{CACHE: cache}, **extra))
         done += step
     return torch.cat(parts, 1)
+
+
+@pytest.fixture
+def small_pages(monkeypatch) -> None:
+    """A cache that forgets looks often, and packs short rows."""
+    monkeypatch.setattr(forgetting_cache, "PAGE", 16)
+    monkeypatch.setattr(head_groups, "SPLIT", 32)
+
+
+@pytest.fixture
+def kept(monkeypatch) -> list[float]:
+    """The share of keys that each cache held after its last step."""
+    shares: list[float] = []
+    update = ForgettingCache.update
+
+    def noted(self, keys, values, layer_idx, *args, **kwargs):
+        shown = update(self, keys, values, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        shares.append(layer.num_live / (len(layer) * layer.seen))
+        return shown
+
+    monkeypatch.setattr(ForgettingCache, "update", noted)
+    return shares
+
+
+def mask_of(rows: int, length: int) -> torch.Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : 11 * row] = 0
+    return mask

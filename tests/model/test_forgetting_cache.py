@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
-from retrofox.acceleration import cuda_graph_decoding, forgetting_cache, head_groups
+from retrofox.acceleration import cuda_graph_decoding, forgetting_cache
 from retrofox.acceleration.forgetting_cache import ForgettingCache, ForgettingLayer
 from retrofox.anatomy import attention_mode, attentions, cached_heads
 from retrofox.generation.chat import ChatSession
@@ -18,40 +18,12 @@ from retrofox.generation.generate import generate
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 from tests.conftest import MLA
-from tests.model.conftest import ids_of
+from tests.model.conftest import ids_of, mask_of
 
 SPEC: dict[str, Any] = {"half_life": (1.0, 12.0), "horizon": 8.0}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 FULL = {"cache_implementation": "dynamic"}
-
-
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    monkeypatch.setattr(forgetting_cache, "PAGE", 16)
-    monkeypatch.setattr(head_groups, "SPLIT", 32)
-
-
-@pytest.fixture
-def kept(monkeypatch) -> list[float]:
-    """The share of keys that each cache held after its last step."""
-    shares: list[float] = []
-    update = ForgettingCache.update
-
-    def noted(self, keys, values, layer_idx, *args, **kwargs):
-        shown = update(self, keys, values, layer_idx, *args, **kwargs)
-        layer: Any = self.layers[layer_idx]
-        shares.append(layer.num_live / (len(layer) * layer.seen))
-        return shown
-
-    monkeypatch.setattr(ForgettingCache, "update", noted)
-    return shares
-
-
-def mask_of(rows: int, length: int) -> torch.Tensor:
-    mask = torch.ones(rows, length, dtype=torch.long)
-    for row in range(rows):
-        mask[row, : 11 * row] = 0
-    return mask
+pytestmark = pytest.mark.usefixtures("small_pages")
 
 
 @torch.no_grad()

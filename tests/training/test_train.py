@@ -22,7 +22,6 @@ from retrofox.training.data import StageData
 from retrofox.training.log import JsonLog, log_line
 from retrofox.training.loss_spike import Diverged, Guard
 from retrofox.training.measure import check_here
-from retrofox.training.model_tweaks import fuse_norms, recompute
 from retrofox.training.param_groups import parameter_groups, role_of, schedule, set_trainable
 from retrofox.training.train import train
 from retrofox.training.trainer import FoxTrainer
@@ -238,30 +237,6 @@ def test_schedules_in_tokens():
     assert accumulation(make_stage(micro_batch=2), 200, 5) == 2
     with pytest.raises(ValueError, match="nearest: 200 or 300"):
         accumulation(make_stage(micro_batch=2), 240, 5)
-
-
-def test_fused_norms_change_nothing(pico_fox):
-    model = pico_fox()
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        assert fuse_norms(model) == 5
-        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
-
-
-def test_recomputation_changes_nothing(pico_fox):
-    model = pico_fox().train()
-    ids = torch.arange(40)[None]
-
-    def gradient(which):
-        assert recompute(model, which) == {"none": 0, "full": 2, 2: 1}[which]
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return model.model.layers[0].self_attn.forget_gate.weight.grad.clone()
-
-    plain = gradient("none")
-    assert torch.equal(gradient("full"), plain)
-    assert torch.equal(gradient(2), plain)
 
 
 def test_half_life_statistics():
