@@ -165,15 +165,18 @@ def kernel_times() -> dict[tuple[tuple[int, ...], str], dict[str, float]]:
     return found
 
 
+SHAPE = ("rows", "tokens", "heads", "kv heads", "head dim")
+
+
 def kernel_table() -> str:
     """Milliseconds of a step beside its peers, gates short; the head dims without a Hopper backward at the end."""
     short = [(shape, times) for (shape, gates), times in kernel_times().items() if gates == "short"]
     names = [name for name in KERNELS if any(name in times for _, times in short)]
     rows = [
-        [", ".join(map(str, shape)), *(f"{times[name]:.3g}" if name in times else "-" for name in names)]
+        [*shape, *(f"{times[name]:.3g}" if name in times else "-" for name in names)]
         for shape, times in sorted(short, key=lambda row: row[0][-1] not in (64, 128))
     ]
-    return table(["B, T, heads, kv heads, head dim", *(KERNELS[name] for name in names)], rows)
+    return table([*SHAPE, *(KERNELS[name] for name in names)], rows, left=0)
 
 
 def kernel_ratios() -> str:
@@ -185,10 +188,10 @@ def kernel_ratios() -> str:
             opened = times.get((shape, "open"), {}).get("ours")
             rest = f"{opened / short[CUDNN]:.2f}" if opened else "-"
             two = short["ours"] / short["FlashAttention-2, no gate"]
-            rows.append([", ".join(map(str, shape)), f"{short['ours'] / short[CUDNN]:.2f}", rest, f"{two:.2f}"])
-    rows.sort(key=lambda row: row[2] == "-")
-    header = ["shape", "short gates / cuDNN", "open gates / cuDNN", "short gates / FlashAttention-2"]
-    return table(["B, T, heads, kv heads, head dim", *header[1:]], rows)
+            rows.append([*shape, f"{short['ours'] / short[CUDNN]:.2f}", rest, f"{two:.2f}"])
+    rows.sort(key=lambda row: row[-2] == "-")
+    header = [*SHAPE, "short gates / cuDNN", "open gates / cuDNN", "short gates / FlashAttention-2"]
+    return table(header, rows, left=0)
 
 
 def corpus() -> str:
