@@ -1,7 +1,7 @@
 """In Triton's interpreter: kernels that touch memory outside the tensors which they were given fail."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import numpy as np
@@ -13,6 +13,15 @@ def extent(x: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of x and of the one behind its last."""
     elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + elements * x.element_size()
+
+
+def tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a kernel's arguments, in groups and descriptors too."""
+    for x in arguments:
+        if isinstance(x, tuple):
+            yield from tensors_in(x)
+        elif isinstance(tensor := getattr(x, "base", x), torch.Tensor):
+            yield tensor
 
 
 @contextlib.contextmanager
@@ -38,8 +47,7 @@ def enforced() -> Iterator[None]:
 
     def checked_run(self, *args, **kwargs):
         nonlocal firsts, ends
-        given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
-        extents = sorted(extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel())
+        extents = sorted(extent(x) for x in tensors_in((*args, *kwargs.values())) if x.numel())
         firsts = np.array([first for first, _ in extents])
         ends = np.maximum.accumulate([end for _, end in extents])  # of views, some lie within others
         return run(self, *args, **kwargs)

@@ -9,6 +9,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 # compute capability -> bytes of shared memory that a program may have: A100, RTX 30, RTX 40, H100, B200, RTX 50
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -44,6 +45,22 @@ def compiled(function, constants: dict, arch: int, warps: int = 4, stages: int =
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+class Driver:
+    """Stands in for a GPU of a compute capability: a launch that only compiles asks for no more."""
+
+    def __init__(self, arch: int):
+        self.get_current_device = lambda: arch  # Triton keeps what it has compiled by device
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+
+
+def compiled_launch(kernel, named: dict, arch: int, warps: int = 4, stages: int = 3):
+    """Compile a kernel as a launch with these arguments does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", Driver(arch))
+        return kernel.warmup(grid=(1,), num_warps=warps, num_stages=stages, enable_fp_fusion=True, **named)
 
 
 def check(binary, arch: int, spilled: int = 0) -> None:

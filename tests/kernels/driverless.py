@@ -66,7 +66,9 @@ def sizes(signature) -> list[int]:
     """
     found = []
     for kind in signature:
-        if kind.startswith("tensordesc"):
+        if isinstance(kind, tuple):
+            found += sizes(kind)[:-2]
+        elif kind.startswith("tensordesc"):
             rank = kind.split("[")[1].split("]")[0].count(",") + 1
             found += [128, *[4] * rank, *[8] * rank]
         elif kind != "constexpr":

@@ -11,12 +11,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton.language as tl
-from compiling import SHARED_MEMORY, check, compiled, transposed_dot_results
-from fox_kernels.common import first_weights
+from compiling import SHARED_MEMORY, check, compiled, compiled_launch, transposed_dot_results
+from fox_kernels.common import cumsum, edges, first_weights, horizon
+from fox_kernels.options import Documents, Options, Saved
 from fox_kernels.plain import backward, forward, tiles
 
-KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
-EVERY_OPTION = {"STARTS": True, "LOWER": 2, "SINK": True, "CAP": 2, "DLSE": True, "GROUP": 4}
+KERNELS = ("forward", "dq", "dkdv")
+EVERY_OPTION = {"group": 4, "starts": True, "dlse": True, "horizon": 8.0, "sink": 4, "softcap": 300.0}
 # (compute capability, kernel, head dim) -> bytes in masked blocks; others none. Hopper's tiles are the fastest there.
 SPILLS = {
     (90, "dq", 64): 56, (90, "dkdv", 64): 24, (90, "dq", 128): 56, (90, "dkdv", 128): 16, (90, "forward", 96): 8,
@@ -24,42 +25,41 @@ SPILLS = {
     (120, "dkdv", 80): 16, (120, "dq", 96): 16, (80, "forward", 192): 8, (90, "forward", 192): 16,
     (90, "dkdv", 192): 40, **{(arch, kernel, 192): 8 for arch in (86, 89) for kernel in ("dq", "dkdv")},
 }  # fmt: skip
-WITH_HORIZON = {("forward", 64): 8, ("dq", 64): 40, ("dkdv", 64): 80, ("dq", 128): 56, ("dkdv", 128): 24}
+WITH_HORIZON = {("forward", 64): 8, ("dq", 64): 40, ("dkdv", 64): 80, ("dq", 128): 56, ("dkdv", 128): 32}
 HEAD_DIMS = [64, 128, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 96, 192, 256))]
 
 
-def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:
-    """Return the rows of a block by the names of the tensors that a kernel copies by TMA."""
-    m, n = tile.block_m, tile.block_n
-    stages = {
-        "forward": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m}),
-        "dq": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m, "do_ptr": m}),
-        "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_block_ptr": n} if tma == 2 else {"v_ptr": n}, {"k_ptr": n}),
-    }
-    return {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
+def launches(
+    D: int, arch: int, group: int = 1, starts: bool = False, dlse: bool = False, **options
+) -> dict[str, tuple]:
+    """Return (kernel, its arguments, warps, stages) by name of what a forward and a backward launch in bfloat16."""
+    found: dict[str, tuple] = {}
+
+    def note(kernel, grid, arguments=(), constants=(), *, warps=4, stages=3, **named) -> None:
+        found[kernel.fn.__name__] = kernel, named, warps, stages
+
+    q = torch.zeros(1, 96, 3 * group, D, dtype=torch.bfloat16)
+    k, c = torch.zeros(1, 96, 3, D, dtype=torch.bfloat16), torch.zeros(1, 3 * group, 96)
+    chosen = Options(0.125, **options)
+    documents = Documents(seq_start=torch.zeros(1, dtype=torch.int32) if starts else None)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, backward, cumsum, edges, first_weights, horizon):
+            patch.setattr(module, "launch", note)
+        for module in (forward, backward):
+            patch.setattr(module, "describable", lambda *_: arch >= 90)
+            patch.setattr(
+                module, "tile_for",
+                lambda kernel, D, dtype, _: tiles.row_for(kernel, D, tiles.table_for(dtype, divmod(arch, 10))),
+            )  # fmt: skip
+        o, lse2 = forward.launch_forward(q, k, k, c, c, chosen, documents, residual=q)
+        backward.launch_backward(q, c if dlse else None, q, k, k, Saved(o, lse2, c, c, q), chosen, documents)
+    return found
 
 
-def compiled_tile(kernel: str, D: int, arch: int, **flags):
+def compiled_tile(kernel: str, D: int, arch: int, **problem):
     """Compile a kernel with the tile that its launcher takes for bfloat16 on a GPU of a compute capability."""
-    tile = tiles.row_for(kernel, D, tiles.table_for(torch.bfloat16, divmod(arch, 10)))
-    D0, D1 = tiles.split_head_dim(D)
-    tma = int(tile.tma) if D1 == 0 else 0
-    constants = {
-        "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "STARTS": False,
-        "LOWER": 0, "SINK": False, "CAP": False, "DLSE": False, "RESIDUAL": True,
-        "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": tma, "ROWS": int(tile.gates_by_tma and tma > 0),
-    }  # fmt: skip
-    constants |= flags
-    needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "dlse_ptr": "DLSE"}
-    needs |= {"lower_ptr": "LOWER", "unseen_ptr": "LOWER"}
-    constants |= {pointer: None for pointer, flag in needs.items() if not constants[flag]}
-    rows = copied_by_tma(kernel, tile, tma)
-    types = {name: f"tensordesc<bf16[1, {n}, 1, {D0}]>" for name, n in rows.items()}
-    if constants["ROWS"]:
-        types["c_rel_ptr"] = f"tensordesc<fp32[{tile.block_n}]>"
-    if "v_block_ptr" not in types:
-        constants["v_block_ptr"] = None
-    return compiled(KERNELS[kernel], constants, arch, tile.warps, tile.stages, **types)
+    function, named, warps, stages = launches(D, arch, **problem)[f"{kernel}_kernel"]
+    return compiled_launch(function, named, arch, warps, stages)
 
 
 @triton.jit
@@ -88,13 +88,13 @@ def test_fits_and_spills_no_more_than_recorded(kernel, D, arch):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_documents_spill_nothing(kernel, D, arch):
-    check(compiled_tile(kernel, D, arch, STARTS=True), arch)
+    check(compiled_tile(kernel, D, arch, starts=True), arch)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_horizon_spills_no_more_than_recorded_on_hopper(kernel, D):
-    check(compiled_tile(kernel, D, 90, LOWER=2), 90, WITH_HORIZON.get((kernel, D), 0))
+    check(compiled_tile(kernel, D, 90, horizon=8.0), 90, WITH_HORIZON.get((kernel, D), 0))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
+from fox_kernels.common.groups import Gates
 from fox_kernels.decoding import planner
 from fox_kernels.host import launch, strides
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -62,6 +63,7 @@ def test_the_same_kind_of_problem_compiles_once(kernel):
 def test_what_triton_specialises_on_compiles_anew(kernel):
     x, block = torch.zeros(64), torch.zeros(8, 64, dtype=torch.float16)
     arguments = [(x, 3), (x.half(), 3), (x[1:], 3), (None, 3), (x, 1), (x, 16), (x, 2**31), (x, 3.0)]
+    arguments += [(Gates(x, n), 3) for n in (None, 1, 3, 16, x, x.half(), x[1:])]
     arguments += [(TensorDescriptor(block, [8, 64], [64, 1], [rows, 64]), 3) for rows in (4, 8)]
     for chosen in arguments:
         launch.launch(kernel, (1,), chosen, ())
@@ -93,7 +95,7 @@ def test_arguments_by_name_come_in_the_order_of_the_kernel():
         names = {name: name for name in kernel.arg_names}
         arguments, constants = launch.in_order(kernel, dict(reversed(names.items())))
         assert [*arguments, *constants] == kernel.arg_names
-        assert all(name.isupper() or name in ("D0", "D1") for name in constants)
+        assert {"PROBLEM", "TILE"} <= {*constants} <= {"PROBLEM", "TILE", "NEXT_BM"}
         for wrong in ({**names, "prune": 1}, {n: n for n in kernel.arg_names if n != "T"}):
             with pytest.raises(TypeError, match=r"_kernel: \['(prune|T)'\] too many or missing"):
                 launch.in_order(kernel, wrong)

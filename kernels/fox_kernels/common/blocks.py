@@ -3,14 +3,53 @@
 Formulas: `plain.forward`.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+
+from .groups import Gates
 
 LOG2_E = 1.4426950408889634  # scores, c and lse are natural units times this
 LOG2E = tl.constexpr(LOG2_E)  # the same for kernels, which can read no plain global
 COARSE_CAP = 256.0  # above, tanh by exp2 costs scores more than 1e-5
 UNREACHED_CAP = 1e30  # no score is near: it caps nothing
+
+
+class Rows(NamedTuple):
+    """Queries of a tile: positions, starts of their documents, first keys of windows or horizons, their gates."""
+
+    pos: Any
+    start: Any
+    lower: Any
+    c: Gates
+
+
+class Keys(NamedTuple):
+    """A block of keys: positions, and c as `gates_of_keys` returns it."""
+
+    pos: Any
+    c: Gates
+
+
+class Walk(NamedTuple):
+    """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
+    the sinks' own masked blocks [sink_low, sink_high) below low."""
+
+    low: Any
+    mid_low: Any
+    mid_high: Any
+    high: Any
+    sink_low: Any
+    sink_high: Any
+
+
+class Columns(NamedTuple):
+    """Offsets of the head dim's two blocks of columns."""
+
+    first: Any
+    second: Any
 
 
 @triton.jit
@@ -25,9 +64,10 @@ def visible(i, j, start, lower, S, sink, STARTS: tl.constexpr, LOWER: tl.constex
 
 
 @triton.jit
-def block_scalars(c_hi_ptr, c_lo_ptr, position, S):
+def c_at(c, position, S):
     """c, in two floats, at a position clamped to the last."""
-    return tl.load(c_hi_ptr + tl.minimum(position, S - 1)), tl.load(c_lo_ptr + tl.minimum(position, S - 1))
+    at = tl.minimum(position, S - 1)
+    return Gates(tl.load(c.hi + at), tl.load(c.lo + at))
 
 
 @triton.jit
@@ -48,6 +88,17 @@ def cap_kind(softcap: float | None, dtype: torch.dtype) -> int:
 def cap_factors(softcap: float | None) -> tuple[float, float]:
     """Return softcap2 and inverse_cap of `soft_capped`; zeros for no softcap."""
     return (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+
+
+@triton.jit
+def scaled(s, scale, CAP: tl.constexpr):
+    """Products of queries and keys as base-2 scores, capped; and tanh of the cap."""
+    tanh = s
+    if CAP:
+        s, tanh = soft_capped(s * scale.base2, scale.softcap2, scale.inverse_cap, CAP == 2)
+    else:
+        s = s * scale.base2
+    return s, tanh
 
 
 @triton.jit
@@ -97,11 +148,13 @@ def place(tiles, pairs, together):
 
 
 @triton.jit
-def lowest(lower_ptr, t, T, S, q_offset, window, LOWER: tl.constexpr):
+def lowest(first_seen, t, T, S, q_offset, window, LOWER: tl.constexpr):
     """The first key that queries t see, documents and sinks aside: by the window (LOWER 1), or as searched (2)."""
     if LOWER == 2:
-        return tl.load(lower_ptr + t, mask=t < T, other=S)
-    return q_offset + t + 1 - window
+        return tl.load(first_seen + t, mask=t < T, other=S)
+    if LOWER == 1:
+        return q_offset + t + 1 - window
+    return t * 0
 
 
 @triton.jit
@@ -122,11 +175,9 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 
 @triton.jit
 def key_range(
-    m0, last_pos, S, q_offset, least, greatest, lower, sink,
-    BM: tl.constexpr, BN: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
-    """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
-    the sinks' own masked blocks [sink_low, sink_high) below low."""
+    m0, last_pos, S, q_offset, least, greatest, lower, sink, BM: tl.constexpr, BN: tl.constexpr, LOWER: tl.constexpr
+):
+    """The `Walk` of a query tile."""
     first_pos = q_offset + m0
     high = tl.minimum(S, last_pos + 1)
     full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
@@ -143,36 +194,44 @@ def key_range(
     mid_low = tl.minimum(tl.maximum(tl.cdiv(ragged, BN), low), mid_high)
     sink_low = tl.minimum(least // BN, low)
     sink_high = tl.where(sink > 0, tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low), sink_low)
-    return low, mid_low, mid_high, high, sink_low, sink_high
+    return Walk(low, mid_low, mid_high, high, sink_low, sink_high)
 
 
 @triton.jit
-def masked_block(it, low, mid_low, mid_high, high, sink_low):
+def masked_blocks(walk):
+    """How many blocks of a walk are masked."""
+    return walk.high - walk.mid_high + walk.mid_low - walk.low + walk.sink_high - walk.sink_low
+
+
+@triton.jit
+def masked_block(it, walk):
     """The it-th masked key block: from the diagonal down, then the low edge, then the sinks."""
-    diagonal = high - mid_high
-    edge = diagonal + mid_low - low
+    diagonal = walk.high - walk.mid_high
+    edge = diagonal + walk.mid_low - walk.low
     return tl.where(
-        it < diagonal, high - 1 - it, tl.where(it < edge, mid_low - 1 - (it - diagonal), sink_low + it - edge)
+        it < diagonal,
+        walk.high - 1 - it,
+        tl.where(it < edge, walk.mid_low - 1 - (it - diagonal), walk.sink_low + it - edge),
     )
 
 
 @triton.jit
-def gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED: tl.constexpr, ROWS: tl.constexpr):
+def gates_of_keys(n0, offs_n, c, relative, row, S, MASKED: tl.constexpr, ROWS: tl.constexpr):
     """A key block's positions and gates: c in two floats (masked), or c relative to its last, twice.
 
-    With ROWS, c_rel_ptr describes the rows of all heads as one for TMA; this head's begins at c_rel_row.
+    With ROWS, relative describes the rows of all heads as one for TMA; this head's begins at row.
     """
     j = n0 + offs_n
     if MASKED:
-        first = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
-        second = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+        first = tl.load(c.hi + j, mask=j < S, other=0.0)
+        second = tl.load(c.lo + j, mask=j < S, other=0.0)
     else:
         if ROWS:
-            first = c_rel_ptr.load([c_rel_row + n0])
+            first = relative.load([row + n0])
         else:
-            first = tl.load(c_rel_ptr + c_rel_row + j)
+            first = tl.load(relative + row + j)
         second = first
-    return j, first, second
+    return Keys(j, Gates(first, second))
 
 
 @triton.jit
@@ -182,22 +241,15 @@ def partial_sums(x):
 
 
 @triton.jit
-def scores(
-    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, lower, S, sink, scale2, softcap2, inverse_cap,
-    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+def scores(s, keys, rows, S, sink, scale, MASKED: tl.constexpr, PROBLEM: tl.constexpr):
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
-    tanh = s
-    if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
-    else:
-        s = s * scale2
+    s, tanh = scaled(s, scale, PROBLEM.cap)
     if MASKED:
-        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_first[None, :], c_second[None, :],
-                    j[None, :] < start[:, None] + sink, 0.0, SINK)  # fmt: skip
-        rows, columns = pos[:, None], j[None, :]
-        seen = visible(rows, columns, start[:, None], lower[:, None], S, sink, STARTS, LOWER)
+        s = decayed(s, rows.c.hi[:, None], rows.c.lo[:, None], keys.c.hi[None, :], keys.c.lo[None, :],
+                    keys.pos[None, :] < rows.start[:, None] + sink, 0.0, PROBLEM.sink)  # fmt: skip
+        i, j = rows.pos[:, None], keys.pos[None, :]
+        seen = visible(i, j, rows.start[:, None], rows.lower[:, None], S, sink, PROBLEM.starts, PROBLEM.lower)
         s = tl.where(seen, s, float("-inf"))
     else:
-        s += c_first[None, :]
+        s += keys.c.hi[None, :]
     return s, tanh

@@ -37,14 +37,18 @@ def kinds_of(arguments: tuple) -> tuple:
     """Return what a kernel may be specialised on of arguments that are no constants; in one loop, for the host."""
     kinds = []
     for x in arguments:
-        if isinstance(x, torch.Tensor):
-            kinds.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "odd"))
-        elif type(x) is int:
-            kinds.append((x == 1) + 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31))
-        elif type(x) is TensorDescriptor:
-            kinds.append((x.base.dtype, *x.block_shape))
-        else:
-            kinds.append(type(x))
+        kind: Any = type(x)
+        if kind is int:
+            kind = 1 if x == 1 else 16 if x % 16 == 0 else 0
+            if not -(2**31) <= x < 2**31:
+                kind += 64
+        elif kind is torch.Tensor or kind is torch.nn.Parameter:
+            kind = x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "odd")
+        elif kind is TensorDescriptor:
+            kind = (x.base.dtype, *x.block_shape)
+        elif isinstance(x, tuple):  # a group: Triton specialises on its fields
+            kind = kinds_of(x)
+        kinds.append(kind)
     return tuple(kinds)
 
 
@@ -166,9 +170,12 @@ def names_of(kernel) -> tuple[list[str], list[str]]:
     return _names[id(kernel)]
 
 
-def pointers(arguments) -> list:
+def pointers(arguments: tuple) -> tuple:
     """Return arguments with addresses for tensors: Triton asks the driver about every tensor, about no address."""
-    return [x.data_ptr() if type(x) is torch.Tensor else x for x in arguments]
+    # a list first: a generator takes the host twice as long
+    return tuple(
+        [x.data_ptr() if type(x) is torch.Tensor else pointers(x) if isinstance(x, tuple) else x for x in arguments]
+    )
 
 
 def cdiv(n: int, size: int) -> int:

@@ -27,11 +27,6 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits or x.element_size() > 2 else x.clone(memory_format=torch.contiguous_format)
 
 
-def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return the first three strides of tensors (B, T, H, D) under the kernels' names: of q sq_b, sq_t and sq_h."""
-    return {f"s{name}_{axis}": n for name, x in tensors.items() for axis, n in zip("bth", x.stride(), strict=False)}
-
-
 def row_source(x: torch.Tensor, length: int, tma: int):
     """Return contiguous x itself or, with tma, described as one row for copies of `length` of its elements."""
     return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x

@@ -11,10 +11,11 @@ The row and column sums come from the same float32 ds: with either left out, or 
 import torch
 
 from ..common.cumsum import block_relative
-from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
+from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
+from ..common.groups import Facts, Gates, InputStrides, Output, Strides
 from ..common.horizon import found_edges, unseen_from
 from ..host.launch import cdiv, launch
-from ..host.strides import aligned, describable, source, strides_of
+from ..host.strides import aligned, describable, source
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
@@ -52,30 +53,33 @@ def launch_backward(
     if begins_at_the_first_key(q, k, bounded):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     tma = split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v, do)
-    shared = shared_arguments(q, k, options, documents) | strides_of(q=q, k=k, v=v, do=do)
+    shared = shared_arguments(q, k, options, documents)
     shared |= {
-        "facts_ptr": facts, "record_ptr": records, "row_sum_ptr": row_sum, "c_hi_ptr": c_hi, "c_lo_ptr": c_lo,
-        "TP": padded, "scale": options.scale,
+        "c": Gates(c_hi, c_lo), "facts": Facts(facts, records, row_sum), "TP": padded,
+        "scale": shared["scale"]._replace(natural=options.scale),
     }  # fmt: skip
+    strides = InputStrides(*[Strides(*x.stride()[:3]) for x in (q, k, v, o, do)])
     m, n, row_tma = rows.block_m, rows.block_n, int(rows.tma) * tma
     own, relative = row_tma >= Copies.OWN, block_relative(c_hi, c_lo, n)
     launch(
         dq_kernel, (cdiv(T, m) * B * H,), warps=rows.warps, stages=rows.stages,
-        q_ptr=source(q, m, own), k_ptr=source(k, n, row_tma), v_ptr=source(v, n, row_tma), o_ptr=o,
-        residual_ptr=residual, do_ptr=source(do, m, own), dlse_ptr=None if dlse2 is None else dlse2.contiguous(),
-        lse_ptr=lse2, c_rel_ptr=relative, dq_ptr=dq, **strides_of(o=o), SP=relative.shape[-1],
-        together=walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), BM=m, BN=n, DLSE=dlse2 is not None,
-        RESIDUAL=residual is not None, NEXT_BM=columns.block_m, TMA=row_tma, **shared,
+        q=source(q, m, own), k=source(k, n, row_tma), v=source(v, n, row_tma), do=source(do, m, own),
+        forward=Output(o, residual, lse2), dlse=None if dlse2 is None else dlse2.contiguous(), relative=relative,
+        dq=dq, strides=strides, SP=relative.shape[-1],
+        together=walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), TILE=rows._replace(tma=row_tma),
+        NEXT_BM=columns.block_m, **shared,
     )  # fmt: skip
     m, n, column_tma = columns.block_m, columns.block_n, int(columns.tma) * tma
     own = column_tma >= Copies.ALL
+    shared["bounds"] = shared["bounds"]._replace(
+        end=None if edges is None else edges[1], unseen_from=None if lower is None else unseen_from(lower, S)
+    )
     launch(
         dkdv_kernel, (cdiv(S, n) * B * Hkv,), warps=columns.warps, stages=columns.stages,
-        q_ptr=source(q, m, column_tma), k_ptr=source(k, n, own), v_ptr=source(v, n, own),
-        v_block_ptr=source(v, n, True) if column_tma == Copies.OWN else None, do_ptr=source(do, m, column_tma),
-        end_ptr=None if edges is None else edges[1], unseen_ptr=None if lower is None else unseen_from(lower, S),
-        lost_ptr=lost, dk_ptr=dk, dv_ptr=dv, dc_ptr=dc, BM=m, BN=n, TMA=column_tma, LOST=0 if lost is None else BLOCK,
+        q=source(q, m, column_tma), k=source(k, n, own), v=source(v, n, own),
+        v_block=source(v, n, True) if column_tma == Copies.OWN else None, do=source(do, m, column_tma),
+        lost=lost, dk=dk, dv=dv, dc=dc, strides=strides._replace(o=None),
         together=walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
-        **shared,
+        TILE=columns._replace(tma=column_tma), **shared,
     )  # fmt: skip
     return dq, dk, dv, dc

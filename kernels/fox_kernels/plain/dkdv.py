@@ -4,32 +4,47 @@ Scores are formed transposed, S^T = K Q^T, so that no dot takes a transposed dot
 miscompile that on Hopper. Formulas: `backward`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..common.blocks import decayed, load_rows, lowest, partial_sums, place, soft_capped, visible
+from ..common.blocks import Columns, decayed, load_rows, lowest, partial_sums, place, scaled, visible
+from ..common.first_weights import BLOCK as LOST_ROWS
+from ..common.groups import Bounds, Facts, Gates
+
+BLOCK = tl.constexpr(LOST_ROWS)  # keys of a sequence whose dv starts from `lost`
+
+
+class KeyBlock(NamedTuple):
+    """A program's keys: positions, k and v in the head dim's two blocks of columns."""
+
+    pos: Any
+    k0: Any
+    k1: Any
+    v0: Any
+    v1: Any
 
 
 @triton.jit
 def query_range(
-    start_ptr, end_ptr, unseen_ptr, n0, last_key, sinky, T, S, q_offset, window,
-    BM: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
+    bounds, n0, last_key, sinky, T, S, q_offset, window, BM: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr
+):
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
     low, full_low = tl.maximum(n0 - q_offset, 0), tl.maximum(last_key + 1 - q_offset, 0)
     high, full_high = T, T
     if STARTS:
-        end, first_end = tl.load(end_ptr + last_key), tl.load(end_ptr + n0)
+        end, first_end = tl.load(bounds.end + last_key), tl.load(bounds.end + n0)
         high = tl.minimum(high, tl.where(end < S, end - q_offset, T))
         full_high = tl.minimum(full_high, tl.where(first_end < S, first_end - q_offset, T))
-        full_high = tl.where(tl.load(start_ptr + n0) > n0, 0, full_high)
-        high = tl.where(tl.load(start_ptr + last_key) > last_key, 0, high)
+        full_high = tl.where(tl.load(bounds.start + n0) > n0, 0, full_high)
+        high = tl.where(tl.load(bounds.start + last_key) > last_key, 0, high)
     if LOWER == 1:
         high = tl.where(sinky, high, tl.minimum(high, last_key + window - q_offset))
         full_high = tl.minimum(full_high, n0 + window - q_offset)
     if LOWER == 2:
-        high = tl.where(sinky, high, tl.minimum(high, tl.load(unseen_ptr + last_key)))
-        full_high = tl.minimum(full_high, tl.load(unseen_ptr + n0))
+        high = tl.where(sinky, high, tl.minimum(high, tl.load(bounds.unseen_from + last_key)))
+        full_high = tl.minimum(full_high, tl.load(bounds.unseen_from + n0))
     full_high = tl.where(sinky, 0, full_high)
     low = low // BM
     high = tl.maximum(tl.cdiv(tl.maximum(high, 0), BM), low)
@@ -40,52 +55,51 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, record_ptr, start_ptr, lower_ptr, stride_q, stride_do,
-    offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, T, S, TP, q_offset, window, sink,
-    scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    b, h, m0, keys, q, do, strides, facts, bounds, offs_m, columns, bias, key_bias, T, S, TP, q_offset, window, sink,
+    scale, sums, MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
+    BM: tl.constexpr = TILE.block_m
+    TMA: tl.constexpr = TILE.tma > 0
+    D1: tl.constexpr = PROBLEM.d1
+    PRECISION: tl.constexpr = PROBLEM.precision
+    j, k0, k1, v0, v1 = keys
+    dk0, dv0, dk1, dv1, column_sum = sums
     t = m0 + offs_m
     pos = tl.minimum(q_offset + t, S - 1)
-    facts = facts_ptr + t
+    row = facts.rows + t
     if MASKED:
-        e_hi = tl.load(facts, mask=t < T, other=0.0)
-        e_lo = tl.load(facts + TP, mask=t < T, other=0.0)
-        delta = tl.load(facts + 2 * TP, mask=t < T, other=0.0)
+        e_hi = tl.load(row, mask=t < T, other=0.0)
+        e_lo = tl.load(row + TP, mask=t < T, other=0.0)
+        delta = tl.load(row + 2 * TP, mask=t < T, other=0.0)
     else:
-        record = record_ptr + m0 // BM * (2 * BM + 16)
+        record = facts.records + m0 // BM * (2 * BM + 16)
         relative = tl.load(record + offs_m)
         delta = tl.load(record + BM + offs_m)
-        lift = (tl.load(record + 2 * BM) - bias_hi) + (tl.load(record + 2 * BM + 1) - bias_lo)
-    q0 = load_rows(q_ptr, b, h, m0, stride_q, offs_m, offs_d0, T, MASKED, TMA > 0)
-    do0 = load_rows(do_ptr, b, h, m0, stride_do, offs_m, offs_d0, T, MASKED, TMA > 0)
+        lift = (tl.load(record + 2 * BM) - bias.hi) + (tl.load(record + 2 * BM + 1) - bias.lo)
+    q0 = load_rows(q, b, h, m0, strides.q.token, offs_m, columns.first, T, MASKED, TMA)
+    do0 = load_rows(do, b, h, m0, strides.do.token, offs_m, columns.first, T, MASKED, TMA)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
     dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
     if D1 > 0:
-        q1 = load_rows(q_ptr, b, h, m0, stride_q, offs_m, offs_d1, T, MASKED, TMA > 0)
-        do1 = load_rows(do_ptr, b, h, m0, stride_do, offs_m, offs_d1, T, MASKED, TMA > 0)
+        q1 = load_rows(q, b, h, m0, strides.q.token, offs_m, columns.second, T, MASKED, TMA)
+        do1 = load_rows(do, b, h, m0, strides.do.token, offs_m, columns.second, T, MASKED, TMA)
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
-    tanh = s
-    if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
-    else:
-        s = s * scale2
+    s, tanh = scaled(s, scale, PROBLEM.cap)
     if MASKED:
         start = tl.zeros_like(t)
-        if STARTS:
-            start = tl.load(start_ptr + pos)
-        if SINK:
-            sink_bias = (0.0 - tl.load(facts + 3 * TP, mask=t < T, other=0.0))[None, :]
+        if PROBLEM.starts:
+            start = tl.load(bounds.start + pos)
+        if PROBLEM.sink:
+            sink_bias = (0.0 - tl.load(row + 3 * TP, mask=t < T, other=0.0))[None, :]
         else:
             sink_bias = 0.0
-        s = decayed(s, e_hi[None, :], e_lo[None, :], bias_hi[:, None], bias_lo[:, None],
-                    j[:, None] < start[None, :] + sink, sink_bias, SINK)  # fmt: skip
+        s = decayed(s, e_hi[None, :], e_lo[None, :], bias.hi[:, None], bias.lo[:, None],
+                    j[:, None] < start[None, :] + sink, sink_bias, PROBLEM.sink)  # fmt: skip
         i = (q_offset + t)[None, :]
-        lower = lowest(lower_ptr, t, T, S, q_offset, window, LOWER)[None, :]
-        seen = visible(i, j[:, None], start[None, :], lower, S, sink, STARTS, LOWER)
+        lower = lowest(bounds.first_seen, t, T, S, q_offset, window, PROBLEM.lower)[None, :]
+        seen = visible(i, j[:, None], start[None, :], lower, S, sink, PROBLEM.starts, PROBLEM.lower)
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
@@ -99,121 +113,120 @@ def _dkdv_block(
     else:
         counted = ds
     column_sum += tl.sum(counted, 1) if len(column_sum.shape) == 1 else partial_sums(counted)
-    if CAP:
+    if PROBLEM.cap:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(q0.dtype)
     dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
     if D1 > 0:
         dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
-    return column_sum, dk0, dk1, dv0, dv1
+    return dk0, dv0, dk1, dv1, column_sum
 
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
-    end_ptr, lower_ptr, unseen_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, sdo_b, sdo_t, sdo_h,
-    T, S, TP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
-    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
+    q, k, v, v_block, do, facts, c, bounds, lost, dk, dv, dc, strides, T, S, TP, H, together, q_offset, window, sink,
+    scale, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = TILE.block_m
+    BN: tl.constexpr = TILE.block_n
+    TMA: tl.constexpr = TILE.tma
+    D0: tl.constexpr = PROBLEM.d0
+    D1: tl.constexpr = PROBLEM.d1
     # The first key blocks have the most queries: they go first.
     blocks = tl.cdiv(S, BN)
     block, kv = place(blocks, tl.num_programs(0) // blocks, together)
     n0 = block * BN
-    heads = H // GROUP
+    heads = H // PROBLEM.group
     b, h_kv = kv // heads, kv % heads
-    if STARTS:
-        start_ptr += b * S
-        end_ptr += b * S
+    start, end = bounds.start, bounds.end
+    if PROBLEM.starts:
+        start += b * S
+        end += b * S
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
-    offs_d0 = tl.arange(0, D0)
-    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
+    columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
     j = n0 + offs_n
     last_key = tl.minimum(n0 + BN, S) - 1
     is_sink = j < 0
-    if SINK:
+    if PROBLEM.sink:
         is_sink = j < sink
-        if STARTS:
-            is_sink = j < tl.load(start_ptr + j, mask=j < S, other=0) + sink
+        if PROBLEM.starts:
+            is_sink = j < tl.load(start + j, mask=j < S, other=0) + sink
     sinky = tl.max(is_sink.to(tl.int32), 0) > 0
 
     if TMA < 3:
-        k_ptr += b * sk_b + h_kv * sk_h
-        v_ptr += b * sv_b + h_kv * sv_h
+        k += b * strides.k.batch + h_kv * strides.k.head
+        v += b * strides.v.batch + h_kv * strides.v.head
     row_b, row_kv = b.to(tl.int32), h_kv.to(tl.int32)
-    k0 = load_rows(k_ptr, row_b, row_kv, n0, sk_t, offs_n, offs_d0, S, True, TMA > 2)
-    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d0, S, True, TMA > 2)
+    k0 = load_rows(k, row_b, row_kv, n0, strides.k.token, offs_n, columns.first, S, True, TMA > 2)
+    v0 = load_rows(v, row_b, row_kv, n0, strides.v.token, offs_n, columns.first, S, True, TMA > 2)
     k1, v1 = k0, v0
     dk0 = tl.zeros([BN, D0], tl.float32)
     dv0 = tl.zeros([BN, D0], tl.float32)
     dk1, dv1 = dk0, dv0
     if D1 > 0:
-        k1 = load_rows(k_ptr, row_b, row_kv, n0, sk_t, offs_n, offs_d1, S, True, False)
-        v1 = load_rows(v_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d1, S, True, False)
+        k1 = load_rows(k, row_b, row_kv, n0, strides.k.token, offs_n, columns.second, S, True, False)
+        v1 = load_rows(v, row_b, row_kv, n0, strides.v.token, offs_n, columns.second, S, True, False)
         dk1 = tl.zeros([BN, D1], tl.float32)
         dv1 = tl.zeros([BN, D1], tl.float32)
-    if LOST > 0:
-        lost_ptr += (kv * LOST + j[:, None]) * (D0 + D1)
-        dv0 = tl.load(lost_ptr + offs_d0[None, :], mask=(j < LOST)[:, None], other=0.0)
+    keys = KeyBlock(j, k0, k1, v0, v1)
+    if lost is not None:
+        lost += (kv * BLOCK + j[:, None]) * (D0 + D1)
+        dv0 = tl.load(lost + columns.first[None, :], mask=(j < BLOCK)[:, None], other=0.0)
         if D1 > 0:
-            dv1 = tl.load(lost_ptr + offs_d1[None, :], mask=(j < LOST)[:, None], other=0.0)
+            dv1 = tl.load(lost + columns.second[None, :], mask=(j < BLOCK)[:, None], other=0.0)
 
-    for g in range(GROUP):
-        h = h_kv * GROUP + g
+    for g in range(PROBLEM.group):
+        h = h_kv * PROBLEM.group + g
         bh = b * H + h
-        q_head, do_head = q_ptr, do_ptr
+        q_head, do_head = q, do
         if TMA == 0:
-            q_head += b * sq_b + h * sq_h
-            do_head += b * sdo_b + h * sdo_h
-        facts_head = facts_ptr + bh * 4 * TP
-        record_head = record_ptr + bh * tl.cdiv(T, BM) * (2 * BM + 16)
-        c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
-        lower_head, unseen_head = lower_ptr, unseen_ptr
-        if LOWER == 2:
-            lower_head += bh * T
-            unseen_head += bh * S
+            q_head += b * strides.q.batch + h * strides.q.head
+            do_head += b * strides.do.batch + h * strides.do.head
+        of_rows = facts.rows + bh * 4 * TP
+        records = facts.records + bh * tl.cdiv(T, BM) * (2 * BM + 16)
+        of_head = Facts(of_rows, records, facts.row_sums)
+        c_head = Gates(c.hi + bh * S, c.lo + bh * S)
+        first_seen, unseen_from = bounds.first_seen, bounds.unseen_from
+        if PROBLEM.lower == 2:
+            first_seen += bh * T
+            unseen_from += bh * S
+        hidden = Bounds(start, end, first_seen, unseen_from)
         low, mid_low, mid_high, high = query_range(
-            start_ptr, end_ptr, unseen_head, n0, last_key, sinky, T, S, q_offset, window,
-            BM, STARTS, LOWER)  # fmt: skip
-        c_j_hi = tl.load(c_hi_head + j, mask=j < S, other=0.0)
-        c_j_lo = tl.load(c_lo_head + j, mask=j < S, other=0.0)
-        ref_hi = tl.load(c_hi_head + last_key)
-        ref_lo = tl.load(c_lo_head + last_key)
-        key_bias = (ref_hi - c_j_hi) + (ref_lo - c_j_lo)
+            hidden, n0, last_key, sinky, T, S, q_offset, window, BM, PROBLEM.starts, PROBLEM.lower)  # fmt: skip
+        c_j = Gates(tl.load(c_head.hi + j, mask=j < S, other=0.0), tl.load(c_head.lo + j, mask=j < S, other=0.0))
+        ref = Gates(tl.load(c_head.hi + last_key), tl.load(c_head.lo + last_key))
+        key_bias = (ref.hi - c_j.hi) + (ref.lo - c_j.lo)
         # Eight sums a key take no shuffles in the loop; beside k in registers (TMA 3) ptxas then serialises products.
-        column_sum = tl.zeros([BN, 8] if TMA == 2 else [BN], tl.float32)
+        sums = dk0, dv0, dk1, dv1, tl.zeros([BN, 8] if TMA == 2 else [BN], tl.float32)
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
-            column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, record_head, start_ptr,
-                lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, T, S, TP,
-                q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
-        inner = v0
+            sums = _dkdv_block(
+                row_b, h.to(tl.int32), m0, keys, q_head, do_head, strides, of_head, hidden, offs_m, columns, c_j,
+                key_bias, T, S, TP, q_offset, window, sink, scale, sums, True, PROBLEM, TILE)  # fmt: skip
+        inner = keys
         if TMA == 2:  # in registers beside the interior tiles only, which have room for it
-            inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d0, S, True, True)
+            copied = load_rows(v_block, row_b, row_kv, n0, strides.v.token, offs_n, columns.first, S, True, True)
+            inner = KeyBlock(j, k0, k1, copied, v1)
         for it in range(mid_high - mid_low):
-            column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, inner, v1, q_head, do_head, facts_head,
-                record_head, start_ptr, lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias,
-                T, S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+            m0 = (mid_low + it) * BM
+            sums = _dkdv_block(
+                row_b, h.to(tl.int32), m0, inner, q_head, do_head, strides, of_head, hidden, offs_m, columns, ref,
+                key_bias, T, S, TP, q_offset, window, sink, scale, sums, False, PROBLEM, TILE)  # fmt: skip
+        dk0, dv0, dk1, dv1, column_sum = sums
         if TMA == 2:
             column_sum = tl.sum(column_sum, 1)
-        if SINK:
+        if PROBLEM.sink:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset
-        own = tl.load(row_sum_ptr + bh * T + t, mask=(t >= 0) & (t < T), other=0.0)
-        tl.store(dc_ptr + bh * S + j, own - column_sum, mask=j < S)
+        own = tl.load(facts.row_sums + bh * T + t, mask=(t >= 0) & (t < T), other=0.0)
+        tl.store(dc + bh * S + j, own - column_sum, mask=j < S)
 
     rows = ((b * S + n0) * heads + h_kv) * (D0 + D1) + offs_n[:, None] * (heads * (D0 + D1))
-    keys = (j < S)[:, None]
-    out = dk_ptr.dtype.element_ty
-    tl.store(dk_ptr + rows + offs_d0[None, :], (dk0 * scale).to(out), mask=keys)
-    tl.store(dv_ptr + rows + offs_d0[None, :], dv0.to(out), mask=keys)
+    mask = (j < S)[:, None]
+    out = dk.dtype.element_ty
+    tl.store(dk + rows + columns.first[None, :], (dk0 * scale.natural).to(out), mask=mask)
+    tl.store(dv + rows + columns.first[None, :], dv0.to(out), mask=mask)
     if D1 > 0:
-        tl.store(dk_ptr + rows + offs_d1[None, :], (dk1 * scale).to(out), mask=keys)
-        tl.store(dv_ptr + rows + offs_d1[None, :], dv1.to(out), mask=keys)
+        tl.store(dk + rows + columns.second[None, :], (dk1 * scale.natural).to(out), mask=mask)
+        tl.store(dv + rows + columns.second[None, :], dv1.to(out), mask=mask)

@@ -9,181 +9,179 @@ import triton.language as tl
 
 from ..common.blocks import (
     LOG2E,
-    block_scalars,
+    Columns,
+    Rows,
+    c_at,
     gates_of_keys,
     key_range,
     load_rows,
     lowest,
     masked_block,
+    masked_blocks,
     partial_sums,
     place,
     query_facts,
     scores,
 )
+from ..common.groups import Gates
 
 
 @triton.jit
 def _dq_block(
-    b, h, n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, lse,
-    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2, softcap2,
-    inverse_cap, row_sums, dq0, dq1,
-    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    b, h, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, lift, lse, delta, c, relative, S, sink, scale,
+    sums, MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts)."""
-    j, c_first, c_second = gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, 0, S, MASKED, False)
-    k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
-    v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
+    """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts). sums: dq, and ds by row."""
+    BN: tl.constexpr = TILE.block_n
+    TMA: tl.constexpr = TILE.tma > 0
+    D1: tl.constexpr = PROBLEM.d1
+    PRECISION: tl.constexpr = PROBLEM.precision
+    dq0, dq1, row_sums = sums
+    keys = gates_of_keys(n0, offs_n, c, relative, 0, S, MASKED, False)
+    k0 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.first, S, MASKED, TMA)
+    v0 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.first, S, MASKED, TMA)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     # The sums of do.v start at -delta: moved there while the products before run, not subtracted when they have.
     dp = tl.zeros([q0.shape[0], BN], tl.float32) - delta[:, None]
     dp = tl.dot(do0, tl.trans(v0), dp, input_precision=PRECISION)
     if D1 > 0:
-        k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
-        v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
+        k1 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.second, S, MASKED, TMA)
+        v1 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.second, S, MASKED, TMA)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-    s, tanh = scores(
-        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, S, sink, scale2, softcap2,
-        inverse_cap, MASKED, STARTS, LOWER, SINK, CAP)  # fmt: skip
+    s, tanh = scores(s, keys, rows, S, sink, scale, MASKED, PROBLEM)
     p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * dp
     if MASKED:
         # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.
-        still = j[None, :] == pos[:, None]
-        if SINK:
-            still = still | (j[None, :] < start[:, None] + sink)
+        still = keys.pos[None, :] == rows.pos[:, None]
+        if PROBLEM.sink:
+            still = still | (keys.pos[None, :] < rows.start[:, None] + sink)
         row_sums += partial_sums(tl.where(still, 0.0, ds))
     else:
         row_sums += partial_sums(ds)
-    if CAP:
+    if PROBLEM.cap:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(k0.dtype)
     dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
     if D1 > 0:
         dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
-    return row_sums, dq0, dq1
+    return dq0, dq1, row_sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
-    lower_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
-    T, S, TP, SP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
-    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    DLSE: tl.constexpr, RESIDUAL: tl.constexpr, NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, forward, do, dlse, c, relative, bounds, dq, facts, strides, T, S, TP, SP, H, together, q_offset, window,
+    sink, scale, PROBLEM: tl.constexpr, TILE: tl.constexpr, NEXT_BM: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = TILE.block_m
+    BN: tl.constexpr = TILE.block_n
+    TMA: tl.constexpr = TILE.tma
+    D0: tl.constexpr = PROBLEM.d0
+    D1: tl.constexpr = PROBLEM.d1
     tiles = tl.cdiv(T, BM)
     tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
     m0 = (tiles - 1 - tile) * BM
     b, h = bh // H, bh % H
     if TMA < 2:
-        q_ptr += b * sq_b + h * sq_h
+        q += b * strides.q.batch + h * strides.q.head
     if TMA == 0:
-        k_ptr += b * sk_b + (h // GROUP) * sk_h
-        v_ptr += b * sv_b + (h // GROUP) * sv_h
+        k += b * strides.k.batch + (h // PROBLEM.group) * strides.k.head
+        v += b * strides.v.batch + (h // PROBLEM.group) * strides.v.head
     if TMA < 2:
-        do_ptr += b * sdo_b + h * sdo_h
+        do += b * strides.do.batch + h * strides.do.head
     row_b, row_h = b.to(tl.int32), h.to(tl.int32)
-    row_kv = row_h // GROUP
-    o_ptr += b * so_b + h * so_h
-    if RESIDUAL:
-        residual_ptr += b * so_b + h * so_h
-    c_hi_ptr += bh * S
-    c_lo_ptr += bh * S
-    c_rel_ptr += bh * SP
-    if STARTS:
-        start_ptr += b * S
-    if LOWER == 2:
-        lower_ptr += bh * T
+    row_kv = row_h // PROBLEM.group
+    o, residual = forward.o, forward.residual
+    o += b * strides.o.batch + h * strides.o.head
+    if residual is not None:
+        residual += b * strides.o.batch + h * strides.o.head
+    c = Gates(c.hi + bh * S, c.lo + bh * S)
+    relative += bh * SP
+    starts, first_seen = bounds.start, bounds.first_seen
+    if PROBLEM.starts:
+        starts += b * S
+    if PROBLEM.lower == 2:
+        first_seen += bh * T
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
-    offs_d0 = tl.arange(0, D0)
-    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
-    pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
-    lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
+    columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
+    pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
+    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, LOWER)  # fmt: skip
+    walk = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
 
-    rows = m0 + offs_m < T
-    do0 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d0, T, True, TMA > 1)
-    o0 = load_rows(o_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
+    mask = m0 + offs_m < T
+    do0 = load_rows(do, row_b, row_h, m0, strides.do.token, offs_m, columns.first, T, True, TMA > 1)
+    o0 = load_rows(o, row_b, row_h, m0, strides.o.token, offs_m, columns.first, T, True, False)
     o0 = o0.to(tl.float32)
-    if RESIDUAL:  # of o's rounding: where one key holds nearly all the weight, delta is nearly do.v
-        o0 += load_rows(residual_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
+    if residual is not None:  # of o's rounding: where one key holds nearly all the weight, delta is nearly do.v
+        o0 += load_rows(residual, row_b, row_h, m0, strides.o.token, offs_m, columns.first, T, True, False)
     delta = tl.sum(do0.to(tl.float32) * o0, 1)
     do1 = do0
     if D1 > 0:
-        do1 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d1, T, True, TMA > 1)
-        o1 = load_rows(o_ptr, row_b, row_h, m0, so_t, offs_m, offs_d1, T, True, False)
+        do1 = load_rows(do, row_b, row_h, m0, strides.do.token, offs_m, columns.second, T, True, TMA > 1)
+        o1 = load_rows(o, row_b, row_h, m0, strides.o.token, offs_m, columns.second, T, True, False)
         o1 = o1.to(tl.float32)
-        if RESIDUAL:
-            o1 += load_rows(residual_ptr, row_b, row_h, m0, so_t, offs_m, offs_d1, T, True, False)
+        if residual is not None:
+            o1 += load_rows(residual, row_b, row_h, m0, strides.o.token, offs_m, columns.second, T, True, False)
         delta += tl.sum(do1.to(tl.float32) * o1, 1)
-    lse = tl.load(lse_ptr + bh * T + m0 + offs_m, mask=rows, other=float("-inf"))
+    lse = tl.load(forward.lse + bh * T + m0 + offs_m, mask=mask, other=float("-inf"))
     empty = lse == float("-inf")
-    if DLSE:
-        dlse = tl.load(dlse_ptr + bh * T + m0 + offs_m, mask=lse > float("-inf"), other=0.0)
-        delta -= dlse * LOG2E
+    if dlse is not None:
+        delta -= tl.load(dlse + bh * T + m0 + offs_m, mask=lse > float("-inf"), other=0.0) * LOG2E
 
-    q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
+    q0 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.first, T, True, TMA > 1)
     q1 = q0
     dq0 = tl.zeros([BM, D0], tl.float32)
     dq1 = dq0
     if D1 > 0:
-        q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
+        q1 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.second, T, True, TMA > 1)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sums = tl.zeros([BM, 8], tl.float32)
-    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
-    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
-    ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
+    rows = Rows(pos, start, lower, c_at(c, pos, S))
+    ref = c_at(c, q_offset + m0, S)
     lse = tl.where(empty, 0.0, lse)
 
     # For the next kernel. For masked tiles, facts [4, TP] per head: c_i - lse_i in two floats, delta, lse. For interior
     # ones, a record of each of its tiles: c_i - lse_i relative to c of the tile's first query, delta, that c in two
     # floats.
-    difference = c_i_hi - lse
-    virtual = difference - c_i_hi
-    lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
-    facts = facts_ptr + bh * 4 * TP + m0 + offs_m
-    tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
-    tl.store(facts + TP, lost + c_i_lo, mask=rows)
-    tl.store(facts + 2 * TP, delta, mask=rows)
+    difference = rows.c.hi - lse
+    virtual = difference - rows.c.hi
+    lost = (rows.c.hi - (difference - virtual)) - (lse + virtual)
+    row = facts.rows + bh * 4 * TP + m0 + offs_m
+    tl.store(row, tl.where(empty, float("-inf"), difference), mask=mask)
+    tl.store(row + TP, lost + rows.c.lo, mask=mask)
+    tl.store(row + 2 * TP, delta, mask=mask)
     tile, within = (m0 + offs_m) // NEXT_BM, (m0 + offs_m) % NEXT_BM
-    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + tile * NEXT_BM, S)
-    relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
-    record_ptr += bh * tl.cdiv(T, NEXT_BM) * (2 * NEXT_BM + 16)
-    at = tile * (2 * NEXT_BM + 16)
-    tl.store(record_ptr + at + within, tl.where(empty, float("-inf"), relative), mask=rows)
-    tl.store(record_ptr + at + within + NEXT_BM, delta, mask=rows)
-    tl.store(record_ptr + at + 2 * NEXT_BM, first_hi, mask=rows & (within == 0))
-    tl.store(record_ptr + at + 2 * NEXT_BM + 1, first_lo, mask=rows & (within == 0))
+    first = c_at(c, q_offset + tile * NEXT_BM, S)
+    from_first = (rows.c.hi - first.hi) + (rows.c.lo - first.lo) - lse
+    record = facts.records + bh * tl.cdiv(T, NEXT_BM) * (2 * NEXT_BM + 16) + tile * (2 * NEXT_BM + 16)
+    tl.store(record + within, tl.where(empty, float("-inf"), from_first), mask=mask)
+    tl.store(record + within + NEXT_BM, delta, mask=mask)
+    tl.store(record + 2 * NEXT_BM, first.hi, mask=mask & (within == 0))
+    tl.store(record + 2 * NEXT_BM + 1, first.lo, mask=mask & (within == 0))
     lse = tl.where(empty, float("inf"), lse)
-    tl.store(facts + 3 * TP, lse, mask=rows)
+    tl.store(row + 3 * TP, lse, mask=mask)
 
-    for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
-        n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
-        row_sums, dq0, dq1 = _dq_block(
-            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            0.0, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2,
-            softcap2, inverse_cap, row_sums, dq0, dq1,
-            True, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
-    lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
-    for it in range(mid_high - mid_low):
-        n0 = (mid_high - 1 - it) * BN
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
-        lift = (ref_hi - last_hi) + (ref_lo - last_lo)
-        row_sums, dq0, dq1 = _dq_block(
-            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            lift, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, S, sink, scale2,
-            softcap2, inverse_cap, row_sums, dq0, dq1,
-            False, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
+    sums = dq0, dq1, row_sums
+    for it in range(masked_blocks(walk)):
+        n0 = masked_block(it, walk) * BN
+        sums = _dq_block(
+            row_b, row_kv, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, 0.0, lse, delta, c, relative, S,
+            sink, scale, sums, True, PROBLEM, TILE)  # fmt: skip
+    lse -= (rows.c.hi - ref.hi) + (rows.c.lo - ref.lo)
+    for it in range(walk.mid_high - walk.mid_low):
+        n0 = (walk.mid_high - 1 - it) * BN
+        last = c_at(c, n0 + BN - 1, S)
+        lift = (ref.hi - last.hi) + (ref.lo - last.lo)
+        sums = _dq_block(
+            row_b, row_kv, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, lift, lse, delta, c, relative, S,
+            sink, scale, sums, False, PROBLEM, TILE)  # fmt: skip
 
-    tl.store(row_sum_ptr + bh * T + m0 + offs_m, tl.sum(row_sums, 1), mask=rows)
-    dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
-    tl.store(dq_rows + offs_d0[None, :], (dq0 * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None])
+    dq0, dq1, row_sums = sums
+    tl.store(facts.row_sums + bh * T + m0 + offs_m, tl.sum(row_sums, 1), mask=mask)
+    dq_rows = dq + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
+    tl.store(dq_rows + columns.first[None, :], (dq0 * scale.natural).to(dq.dtype.element_ty), mask=mask[:, None])
     if D1 > 0:
-        tl.store(dq_rows + offs_d1[None, :], (dq1 * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None])
+        tl.store(dq_rows + columns.second[None, :], (dq1 * scale.natural).to(dq.dtype.element_ty), mask=mask[:, None])

@@ -10,13 +10,17 @@ The running max moves from the first form to the second by c_i - c_ref, its roun
 so that saturated gates (c falling by thousands within a tile) cost no accuracy.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.blocks import (
     LOG2_E,
-    block_scalars,
+    Columns,
+    Rows,
+    c_at,
     cap_factors,
     cap_kind,
     gates_of_keys,
@@ -24,28 +28,39 @@ from ..common.blocks import (
     load_rows,
     lowest,
     masked_block,
+    masked_blocks,
     partial_sums,
     place,
     query_facts,
     scores,
 )
 from ..common.cumsum import block_relative
+from ..common.groups import Bounds, Gates, InputStrides, Output, Problem, Scale, Strides
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
-from ..host.strides import aligned, describable, row_source, source, strides_of
+from ..host.strides import aligned, describable, row_source, source
 from ..options import ONE_DOCUMENT, Documents, Options
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
 
 
+class Softmax(NamedTuple):
+    """State of the online softmax: o in two blocks of columns, the largest score so far, the one that all sums are
+    relative to, sums of weights as they are and as rounded."""
+
+    acc0: Any
+    acc1: Any
+    top: Any
+    m: Any
+    l: Any
+    weight: Any
+
+
 @triton.jit
 def _attend(
-    b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, c_hi_ptr,
-    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2, inverse_cap,
-    top, m, l, weight, acc0, acc1,
-    MASKED: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
+    b, h, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, row, S, sink, scale, state,
+    MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
 
@@ -54,165 +69,162 @@ def _attend(
     by weight, which in masked blocks sums the weights as rounded: part of their rounding cancels. Elsewhere they are
     many, and it cancels by itself.
     """
-    j, c_first, c_second = gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED, ROWS)
-    k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
+    TMA: tl.constexpr = TILE.tma > 0
+    D1: tl.constexpr = PROBLEM.d1
+    PRECISION: tl.constexpr = PROBLEM.precision
+    keys = gates_of_keys(n0, offs_n, c, relative, row, S, MASKED, TILE.gates_by_tma)
+    k0 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.first, S, MASKED, TMA)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
-        k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
+        k1 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.second, S, MASKED, TMA)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    s, _tanh = scores(
-        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, S, sink, scale2, softcap2,
-        inverse_cap, MASKED, STARTS, LOWER, SINK, CAP)  # fmt: skip
+    s, _tanh = scores(s, keys, rows, S, sink, scale, MASKED, PROBLEM)
     if MASKED:
         largest = tl.max(s, 1)
     else:  # two chains of maxima, and of sums below: a long chain takes time, not the number of operations
         largest = tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1), 1) + lift
-    top = tl.maximum(top, largest)
-    now = tl.maximum(largest, top - 16.0)
-    base = tl.where(top == float("-inf"), 0.0, now) if MASKED else now
-    alpha = tl.exp2(m - base)
-    acc0 = acc0 * alpha[:, None]
+    top = tl.maximum(state.top, largest)
+    m = tl.maximum(largest, top - 16.0)
+    base = tl.where(top == float("-inf"), 0.0, m) if MASKED else m
+    alpha = tl.exp2(state.m - base)
+    acc0, acc1 = state.acc0 * alpha[:, None], state.acc1
     if D1 > 0:
         acc1 = acc1 * alpha[:, None]
     p = tl.exp2(s - (base - lift)[:, None])
     total = tl.sum(p, 1) if MASKED else tl.sum(partial_sums(p), 1)
-    l = l * alpha + total
+    l = state.l * alpha + total
     p_rounded = p.to(q0.dtype)
     # Not earlier: the compiler moves nothing between the exponentials across the wait for v.
-    v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
+    v0 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.first, S, MASKED, TMA)
     if MASKED and v0.dtype != tl.float32:
         ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than widening 16 bits to 32
         total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
-    weight = weight * alpha + total
+    weight = state.weight * alpha + total
     acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PRECISION)
     if D1 > 0:
-        v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
+        v1 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.second, S, MASKED, TMA)
         acc1 = tl.dot(p_rounded, v1, acc1, input_precision=PRECISION)
-    return top, now, l, weight, acc0, acc1
+    return Softmax(acc0, acc1, top, m, l, weight)
 
 
 @triton.jit
-def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
-    """Store x in the pointer's dtype and, with RESIDUAL, its rounding error."""
-    rounded = x.to(ptr.dtype.element_ty)
-    tl.store(ptr + at, rounded, mask=mask)
-    if RESIDUAL:
-        tl.store(residual_ptr + at, (x - rounded.to(tl.float32)).to(residual_ptr.dtype.element_ty), mask=mask)
+def store_rounded(out, at, x, mask):
+    """Store x as o in the tensor's dtype and, where it is wanted, its rounding error."""
+    rounded = x.to(out.o.dtype.element_ty)
+    tl.store(out.o + at, rounded, mask=mask)
+    if out.residual is not None:
+        tl.store(out.residual + at, (x - rounded.to(tl.float32)).to(out.residual.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h,
-    T, S, SP, H, together, q_offset, window, sink, scale2, softcap2, inverse_cap,
-    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    RESIDUAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
+    q, k, v, out, c, relative, bounds, strides, T, S, SP, H, together, q_offset, window, sink, scale,
+    PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = TILE.block_m
+    BN: tl.constexpr = TILE.block_n
+    TMA: tl.constexpr = TILE.tma
+    D0: tl.constexpr = PROBLEM.d0
+    D1: tl.constexpr = PROBLEM.d1
     # The longest rows first; the query heads of a kv head are side by side.
     tiles = tl.cdiv(T, BM)
     tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
     m0 = (tiles - 1 - tile) * BM
     b, h = bh // H, bh % H
     if TMA < 2:
-        q_ptr += b * sq_b + h * sq_h
+        q += b * strides.q.batch + h * strides.q.head
     if TMA == 0:
-        k_ptr += b * sk_b + (h // GROUP) * sk_h
-        v_ptr += b * sv_b + (h // GROUP) * sv_h
+        k += b * strides.k.batch + (h // PROBLEM.group) * strides.k.head
+        v += b * strides.v.batch + (h // PROBLEM.group) * strides.v.head
     row_b, row_h = b.to(tl.int32), h.to(tl.int32)
-    row_kv = row_h // GROUP
-    c_hi_ptr += bh * S
-    c_lo_ptr += bh * S
-    c_rel_row = (bh * SP).to(tl.int32) if ROWS else bh * SP
-    if STARTS:
-        start_ptr += b * S
-    if LOWER == 2:
-        lower_ptr += bh * T
+    row_kv = row_h // PROBLEM.group
+    c = Gates(c.hi + bh * S, c.lo + bh * S)
+    relative_row = (bh * SP).to(tl.int32) if TILE.gates_by_tma else bh * SP
+    starts, first_seen = bounds.start, bounds.first_seen
+    if PROBLEM.starts:
+        starts += b * S
+    if PROBLEM.lower == 2:
+        first_seen += bh * T
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
-    offs_d0 = tl.arange(0, D0)
-    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
-    pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
-    lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
+    columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
+    pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
+    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, LOWER)  # fmt: skip
+    walk = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
 
-    q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
+    q0 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.first, T, True, TMA > 1)
     q1 = q0
     acc0 = tl.zeros([BM, D0], tl.float32)
     acc1 = acc0
     if D1 > 0:
-        q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
+        q1 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.second, T, True, TMA > 1)
         acc1 = tl.zeros([BM, D1], tl.float32)
-    top = tl.full([BM], float("-inf"), tl.float32)
-    m = top
-    l = tl.zeros([BM], tl.float32)
-    weight = l
-    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
-    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
-    ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
+    none = tl.full([BM], float("-inf"), tl.float32)
+    zero = tl.zeros([BM], tl.float32)
+    state = Softmax(acc0, acc1, none, none, zero, zero)
+    rows = Rows(pos, start, lower, c_at(c, pos, S))
+    ref = c_at(c, q_offset + m0, S)
 
-    for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
-        n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
-        top, m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2,
-            inverse_cap, top, m, l, weight, acc0, acc1,
-            True, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+    for it in range(masked_blocks(walk)):
+        n0 = masked_block(it, walk) * BN
+        state = _attend(
+            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, 0.0, c, relative, relative_row, S, sink,
+            scale, state, True, PROBLEM, TILE)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
-    shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
+    acc0, acc1, top, m, l, weight = state
+    shift = (rows.c.hi - ref.hi) + (rows.c.lo - ref.lo)
     finite = tl.where(m == float("-inf"), 0.0, m)
-    relative = finite - shift
-    repair = tl.exp2(finite - (relative + shift))
+    exact = finite - shift
+    repair = tl.exp2(finite - (exact + shift))
     l *= repair
     weight *= repair
     acc0 *= repair[:, None]
     if D1 > 0:
         acc1 *= repair[:, None]
-    m = tl.where(m == float("-inf"), m, relative)
+    m = tl.where(m == float("-inf"), m, exact)
     top = tl.where(top == float("-inf"), top, top - shift)
+    state = Softmax(acc0, acc1, top, m, l, weight)
 
-    last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(mid_high * BN - 1, 0), S)
-    for it in range(mid_high - mid_low):
-        n0 = (mid_high - 1 - it) * BN
-        if not ROWS:
-            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
-        lift = (ref_hi - last_hi) + (ref_lo - last_lo)
-        if ROWS:
-            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
-        top, m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, S, sink, scale2, softcap2,
-            inverse_cap, top, m, l, weight, acc0, acc1,
-            False, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+    last = c_at(c, tl.maximum(walk.mid_high * BN - 1, 0), S)
+    for it in range(walk.mid_high - walk.mid_low):
+        n0 = (walk.mid_high - 1 - it) * BN
+        if not TILE.gates_by_tma:
+            last = c_at(c, n0 + BN - 1, S)
+        lift = (ref.hi - last.hi) + (ref.lo - last.lo)
+        if TILE.gates_by_tma:
+            last = c_at(c, tl.maximum(n0 - 1, 0), S)
+        state = _attend(
+            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, relative_row, S, sink,
+            scale, state, False, PROBLEM, TILE)  # fmt: skip
 
-    empty = l == 0  # NaN isn't
-    l = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l))
-    rows = m0 + offs_m < T
-    tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
-    weight = tl.where(empty, 1.0, weight)
+    empty = state.l == 0  # NaN isn't
+    l = tl.where(empty, 1.0, state.l)
+    lse = tl.where(empty, float("-inf"), (state.m + shift) + tl.log2(l))
+    mask = m0 + offs_m < T
+    tl.store(out.lse + bh * T + m0 + offs_m, lse, mask=mask)
+    weight = tl.where(empty, 1.0, state.weight)
     at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
-    store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / weight[:, None], rows[:, None], RESIDUAL)
+    store_rounded(out, at + columns.first[None, :], state.acc0 / weight[:, None], mask[:, None])
     if D1 > 0:
-        store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / weight[:, None], rows[:, None], RESIDUAL)
+        store_rounded(out, at + columns.second[None, :], state.acc1 / weight[:, None], mask[:, None])
 
 
 def shared_arguments(q, k, options: Options, documents: Documents) -> dict:
     """Return by name what all three kernels take of a problem, but for its tensors; documents with their edges."""
     scale, window, sink, softcap, _ = options
-    softcap2, inverse_cap = cap_factors(softcap)
-    D0, D1 = split_head_dim(q.shape[-1])
+    d0, d1 = split_head_dim(q.shape[-1])
+    lower = 2 if documents.first_seen is not None else int(window is not None)
+    start = None if documents.edges is None else documents.edges[0]
     return {
-        "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D0": D0, "D1": D1,
-        "q_offset": k.shape[1] - q.shape[1], "window": window or 0, "sink": sink,
-        "SINK": sink > 0, "scale2": scale * LOG2_E, "softcap2": softcap2, "inverse_cap": inverse_cap,
-        "CAP": cap_kind(softcap, q.dtype), "start_ptr": None if documents.edges is None else documents.edges[0],
-        "STARTS": documents.edges is not None, "lower_ptr": documents.first_seen,
-        "LOWER": 2 if documents.first_seen is not None else int(window is not None),  # 2: as searched, 1: by the window
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "q_offset": k.shape[1] - q.shape[1],
+        "window": window or 0, "sink": sink, "scale": Scale(None, scale * LOG2_E, *cap_factors(softcap)),
+        "bounds": Bounds(start, first_seen=documents.first_seen),
+        "PROBLEM": Problem(
+            q.shape[2] // k.shape[2], d0, d1, start is not None, lower, sink > 0, cap_kind(softcap, q.dtype),
+            "ieee" if q.dtype == torch.float32 else "tf32",
+        ),
     }  # fmt: skip
 
 
@@ -241,14 +253,13 @@ def launch_forward(
     m, n = tile.block_m, tile.block_n
     relative = block_relative(c_hi, c_lo, n)
     tma = int(tile.tma) * (split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v))
-    by_row = int(tile.gates_by_tma and tma > 0 and relative.numel() < 1 << 31)
+    by_row = tile.gates_by_tma and tma > 0 and relative.numel() < 1 << 31
     launch(
         forward_kernel, (cdiv(T, m) * B * H,), warps=tile.warps, stages=tile.stages,
-        q_ptr=source(q, m, tma >= Copies.OWN), k_ptr=source(k, n, tma), v_ptr=source(v, n, tma), o_ptr=o,
-        residual_ptr=residual, lse_ptr=lse2, c_hi_ptr=c_hi, c_lo_ptr=c_lo, c_rel_ptr=row_source(relative, n, by_row),
-        **strides_of(q=q, k=k, v=v), SP=relative.shape[-1],
-        together=walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), BM=m, BN=n,
-        RESIDUAL=residual is not None, TMA=tma, ROWS=by_row,
-        **shared_arguments(q, k, options, documents),
+        q=source(q, m, tma >= Copies.OWN), k=source(k, n, tma), v=source(v, n, tma),
+        out=Output(o, residual, lse2), c=Gates(c_hi, c_lo), relative=row_source(relative, n, by_row),
+        strides=InputStrides(*[Strides(*x.stride()[:3]) for x in (q, k, v)]), SP=relative.shape[-1],
+        together=walked_together(2 * S * D * q.element_size(), B * H, H // Hkv),
+        TILE=tile._replace(tma=tma, gates_by_tma=by_row), **shared_arguments(q, k, options, documents),
     )  # fmt: skip
     return o, lse2

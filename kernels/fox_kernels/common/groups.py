@@ -1,0 +1,83 @@
+"""Groups of kernels' arguments: NamedTuples, which Triton takes and specialises on field by field.
+
+What a problem lacks is None. Alone stay descriptors for copies by TMA, which a launch finds only there, and lengths:
+`do_not_specialize` does not reach into groups, and a kernel would be compiled for every kind of length.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Strides(NamedTuple):
+    """Of a tensor (B, T, H, D); the last is 1."""
+
+    batch: int
+    token: int
+    head: int
+
+
+class InputStrides(NamedTuple):
+    """Of the tensors that a kernel reads in place."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    o: Strides | None = None
+    do: Strides | None = None
+
+
+class Gates(NamedTuple):
+    """c * log2(e) as the sum of two floats: tensors (B, H, S) for a launch, blocks or scalars within a kernel."""
+
+    hi: Any
+    lo: Any
+
+
+class Bounds(NamedTuple):
+    """What hides keys and queries, None where nothing does.
+
+    start, end (B, S) int32: of documents and padding, as `common.edges` returns them. first_seen (B, H, T) and
+    unseen_from (B, H, S) int32: of a horizon and a window, as `common.horizon` does.
+    """
+
+    start: Any = None
+    end: Any = None
+    first_seen: Any = None
+    unseen_from: Any = None
+
+
+class Scale(NamedTuple):
+    """Of scores: the scale as given, for gradients, and times log2(e), and `common.blocks.cap_factors`."""
+
+    natural: float | None
+    base2: float
+    softcap2: float
+    inverse_cap: float
+
+
+class Output(NamedTuple):
+    """What a forward writes and its backward reads: o, its rounding error (or None), lse2."""
+
+    o: Any
+    residual: Any
+    lse: Any
+
+
+class Facts(NamedTuple):
+    """What `plain.dq` writes for `plain.dkdv`: of every query, of every tile of queries, and row sums of ds."""
+
+    rows: Any  # (B, H, 4, T rounded up, so that rows are aligned)
+    records: Any  # (B, H, tiles, 2 * queries of a tile + 16)
+    row_sums: Any  # (B, H, T)
+
+
+class Problem(NamedTuple):
+    """What a kernel is compiled for, beside its tile."""
+
+    group: int  # query heads to a kv head
+    d0: int  # the head dim in two blocks of columns, the second may be 0
+    d1: int
+    starts: bool  # documents or padding: Bounds.start
+    lower: int  # 1: a window, 2: a horizon, which has searched where the window begins, too
+    sink: bool
+    cap: int  # `common.blocks.cap_kind`
+    precision: str  # of products, as tl.dot names it
