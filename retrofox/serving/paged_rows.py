@@ -85,18 +85,12 @@ def _sums_kernel(
     request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + request).to(tl.int64) + chunk * CHUNK
     end = tl.minimum(tl.load(query_start + request + 1).to(tl.int64), start + CHUNK)
+    total = _sum_of(
+        log_f, None, request, start, end, log_f_token, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK
+    )  # fmt: skip
     g = tl.arange(0, PADDED)
-    total = tl.zeros((PADDED,), tl.float64)
-    for first in range(start, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        where = log_f + token[:, None] * log_f_token + head * GROUPS + g[None, :]
-        found = tl.load(where, mask=(token < end)[:, None] & (g < GROUPS)[None, :], other=0.0)
-        total += tl.sum(found.to(tl.float64), 0)
-    tl.store(
-        sums + ((chunk * requests + request) * heads + head) * GROUPS + g,
-        total,
-        mask=g < tl.where(start < end, GROUPS, 0),
-    )
+    to = sums + ((chunk * requests + request) * heads + head) * GROUPS + g
+    tl.store(to, total, mask=g < tl.where(start < end, GROUPS, 0))
 
 
 @triton.jit
@@ -104,7 +98,7 @@ def _sum_of(
     log_f, sums, request, first, stop, log_f_token, requests, head, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum (PADDED,) float64 of log f of a request's tokens from its first new one up to `stop`."""
+    """Sum (PADDED,) float64 of log f of a request's tokens from `first` up to `stop`; sums: those of whole chunks."""
     g = tl.arange(0, PADDED)
     inside = g < GROUPS
     total = tl.zeros((PADDED,), tl.float64)
