@@ -17,7 +17,7 @@ STATES = (
     "q k v o do dq dk dv residual x y dx dy r s gate up out keys values logit dlogit cos sin oq ok qkv g"
 )  # fmt: skip
 HALVES = {f"{name}_ptr" for name in STATES.split()}
-INTEGERS = {f"{name}_ptr" for name in ("start", "end", "lower", "unseen", "first", "length", "begin")}
+INTEGERS = {f"{name}_ptr" for name in ("start", "end", "lower", "unseen", "first", "length")}
 FLOATS = {"scale", "scale2", "softcap2", "inverse_cap", "horizon2", "floor", "eps"}
 
 

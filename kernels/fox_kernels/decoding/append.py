@@ -5,6 +5,8 @@
 One launch, where torch takes twenty for a token. Its twin in plain torch is `GrowingLayer` of retrofox.acceleration.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +20,17 @@ from ..options import LOG_F_MIN
 MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
 
+class AppendStrides(NamedTuple):
+    """Of new tokens: k, v (B, Hkv, T, width), as batch, head and token; log_f (B, T, H)."""
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    log_f: tuple[int, ...]
+
+
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k_ptr, v_ptr, log_f_ptr, keys_ptr, values_ptr, sums_ptr, length_ptr,
-    sk_b, sk_h, sk_t, sv_b, sv_h, sv_t, sf_b, sf_t, sf_h, length, room, T, H, floor,
+    k, v, log_f, keys, values, sums, length_ptr, strides, length, room, T, H, floor,
     GROUP: tl.constexpr, GP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
@@ -31,25 +40,25 @@ def append_kernel(
     b, h = kv // heads, kv % heads
     offs_k, offs_v, group = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, GP)
     real = group < GROUP
-    k_ptr += b * sk_b + h * sk_h
-    v_ptr += b * sv_b + h * sv_h
-    log_f_ptr += b * sf_b + (h * GROUP + group) * sf_h
-    keys_ptr += (kv * room + length) * KW
-    values_ptr += (kv * room + length) * VW
-    hi_ptr = sums_ptr + (b * 2 * H + h * GROUP + group) * room + length
-    lo_ptr = hi_ptr + H.to(tl.int64) * room
+    k += b * strides.k[0] + h * strides.k[1]
+    v += b * strides.v[0] + h * strides.v[1]
+    log_f += b * strides.log_f[0] + (h * GROUP + group) * strides.log_f[2]
+    keys += (kv * room + length) * KW
+    values += (kv * room + length) * VW
+    hi = sums + (b * 2 * H + h * GROUP + group) * room + length
+    lo = hi + H.to(tl.int64) * room
     known = tl.where(length > 0, real, False)  # Triton 3.9's interpreter makes integers of real & (length > 0)
-    c = tl.load(hi_ptr - 1, mask=known, other=0.0).to(tl.float64)
-    c += tl.load(lo_ptr - 1, mask=known, other=0.0).to(tl.float64)
+    c = tl.load(hi - 1, mask=known, other=0.0).to(tl.float64)
+    c += tl.load(lo - 1, mask=known, other=0.0).to(tl.float64)
     for t in range(T):
-        k = tl.load(k_ptr + t * sk_t + offs_k, mask=offs_k < KW)
-        tl.store(keys_ptr + t * KW + offs_k, k, mask=offs_k < KW)
-        v = tl.load(v_ptr + t * sv_t + offs_v, mask=offs_v < VW)
-        tl.store(values_ptr + t * VW + offs_v, v, mask=offs_v < VW)
-        c += clamped(tl.load(log_f_ptr + t * sf_t, mask=real, other=0.0), floor) * LOG2E
-        hi = c.to(tl.float32)
-        tl.store(hi_ptr + t, hi, mask=real)
-        tl.store(lo_ptr + t, (c - hi.to(tl.float64)).to(tl.float32), mask=real)
+        new_k = tl.load(k + t * strides.k[2] + offs_k, mask=offs_k < KW)
+        tl.store(keys + t * KW + offs_k, new_k, mask=offs_k < KW)
+        new_v = tl.load(v + t * strides.v[2] + offs_v, mask=offs_v < VW)
+        tl.store(values + t * VW + offs_v, new_v, mask=offs_v < VW)
+        c += clamped(tl.load(log_f + t * strides.log_f[1], mask=real, other=0.0), floor) * LOG2E
+        rounded = c.to(tl.float32)
+        tl.store(hi + t, rounded, mask=real)
+        tl.store(lo + t, (c - rounded.to(tl.float64)).to(tl.float32), mask=real)
 
 
 def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
@@ -75,12 +84,8 @@ def append(
     length, at = (0, length) if isinstance(length, torch.Tensor) else (length, None)
     with torch.cuda.device_of(k):
         launch(
-            append_kernel,
-            (B * Hkv,),
-            (
-                k, v, log_f, keys, values, sums, at, *k.stride()[:3], *v.stride()[:3], *log_f.stride(),
-                length, keys.shape[2], T, H, LOG_F_MIN,
-            ),
-            (H // Hkv, power_of_2(H // Hkv), KW, power_of_2(KW), VW, power_of_2(VW)),
-            warps=1,
+            append_kernel, (B * Hkv,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
+            strides=AppendStrides(k.stride()[:3], v.stride()[:3], log_f.stride()), length=length, room=keys.shape[2],
+            T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, GP=power_of_2(H // Hkv), KW=KW, KP=power_of_2(KW), VW=VW,
+            VP=power_of_2(VW), warps=1,
         )  # fmt: skip

@@ -5,80 +5,118 @@ so K and V are read once for all of them. Each program writes its part's o and l
 kept as two floats beside the cache (`append.append` lengthens it); every decay is the exact difference c_i - c_j.
 Blocks of keys begin at multiples of their size: only so does Triton know that c may be copied 16 bytes at a time.
 
-With a length_ptr the cache holds as many tokens as it says before the T new ones, and S is only the most that it may
-hold: one captured graph serves every length up to S.
+With a length on the device the cache holds as many tokens as it says before the T new ones, and S is only the most that
+it may hold: one captured graph serves every length up to S.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common.blocks import soft_capped, visible
+from ..common.groups import Strides
 from .search import advance
 
 
-@triton.jit
-def walk(
-    pair, known, S, T, heads, window, sink, start_ptr, first_ptr,
-    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, HORIZON: tl.constexpr,
-):  # fmt: skip
-    """What (sequence, kv head) pairs read: [least, sinks_end) and [low, S), in blocks that begin at multiples of BN.
+class CacheStrides(NamedTuple):
+    """Of q and of what is cached, c as (B, S, H)."""
 
-    Returns least, sinks_end, low, how many blocks are the sinks' alone, and how many there are with those from low on.
+    q: Strides
+    k: Strides
+    v: Strides
+    c: Strides
+
+
+class Parts(NamedTuple):
+    """What programs leave: o and lse of their keys, of all rows; where each pair's begin, None if all have as many."""
+
+    o: Any
+    lse: Any
+    begin: Any
+
+
+class Tile(NamedTuple):
+    """What the split is compiled for, beside the `Problem`.
+
+    pairs: (sequence, kv head) pairs that share out the programs, rounded up; 0: each has as many.
+    aligned: of how many gates in a row the address is a multiple.
     """
+
+    rows: int
+    block: int
+    pairs: int
+    aligned: int
+
+
+class Walk(NamedTuple):
+    """What a pair reads: [least, sinks_end) and [low, S), in blocks that begin at multiples of their size.
+
+    sink_blocks: blocks of sinks alone; blocks: with these from low on.
+    """
+
+    least: Any
+    sinks_end: Any
+    low: Any
+    sink_blocks: Any
+    blocks: Any
+
+
+@triton.jit
+def walk_of(pair, known, S, T, heads, window, sink, start, first, BN: tl.constexpr, PROBLEM: tl.constexpr):
+    """The `Walk` of one or more (sequence, kv head) pairs."""
     least = pair * 0
-    if STARTS:
-        least = tl.maximum(tl.load(start_ptr + pair // heads, mask=known, other=0), 0)
+    if PROBLEM.starts:
+        least = tl.maximum(tl.load(start + pair // heads, mask=known, other=0), 0)
     low = least
-    if WINDOW:
+    if PROBLEM.lower:
         low = tl.maximum(low, S - T - window + 1)
-    if HORIZON:
-        low = tl.maximum(low, tl.load(first_ptr + pair, mask=known, other=0))
+    if first is not None:
+        low = tl.maximum(low, tl.load(first + pair, mask=known, other=0))
     sinks_end, sink_blocks = least, pair * 0
-    if SINK:
+    if PROBLEM.sink:
         sinks_end = tl.minimum(least + sink, low)
         sink_blocks = tl.maximum(tl.minimum(tl.cdiv(sinks_end, BN), low // BN) - least // BN, 0)
-    return least, sinks_end, low, sink_blocks, sink_blocks + tl.maximum(tl.cdiv(S, BN) - low // BN, 1)
+    return Walk(least, sinks_end, low, sink_blocks, sink_blocks + tl.maximum(tl.cdiv(S, BN) - low // BN, 1))
 
 
 @triton.jit(do_not_specialize=["S", "slots", "pairs", "window", "sink"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, length_ptr, part_ptr, part_lse_ptr, begin_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
-    T, S, H, pairs, slots, window, sink, scale2, softcap2, inverse_cap, horizon2,
-    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    HORIZON: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, c, start, first, length, parts, strides, T, S, H, pairs, slots, window, sink, scale, horizon2,
+    PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    BN: tl.constexpr = TILE.block
+    ROWS: tl.constexpr = TILE.rows
+    PAIRS: tl.constexpr = TILE.pairs
+    ALIGNED: tl.constexpr = TILE.aligned
+    D0: tl.constexpr = PROBLEM.d0
+    D1: tl.constexpr = PROBLEM.d1
+    GROUP: tl.constexpr = PROBLEM.group
+    PRECISION: tl.constexpr = PROBLEM.precision
     heads = H // GROUP
-    if length_ptr is not None:
-        S = tl.load(length_ptr) + T
+    if length is not None:
+        S = tl.load(length) + T
     split, splits, kv = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     out = kv.to(tl.int64) * splits + split
-    SEARCHED: tl.constexpr = first_ptr is not None
-    BOUNDED: tl.constexpr = STARTS or WINDOW or SEARCHED
     if PAIRS > 0:  # stretches of one length, shared out over all pairs
         pair = tl.arange(0, PAIRS)
         some = pair < pairs
-        _a, _b, _c, _d, blocks = walk(
-            pair, some, S, T, heads, window, sink, start_ptr, first_ptr, BN, STARTS, WINDOW, SINK, SEARCHED
-        )
+        blocks = walk_of(pair, some, S, T, heads, window, sink, start, first, BN, PROBLEM).blocks
         blocks = tl.where(some, blocks, 0)
         chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), 1)
         programs = tl.cdiv(blocks, chunk)
         ends = tl.cumsum(programs, 0)
         kv = tl.sum((ends <= split).to(tl.int32), 0)
         if split == 0:
-            tl.store(begin_ptr + pair, ends - programs, mask=some)
-            tl.store(begin_ptr + pairs, tl.sum(programs, 0))
+            tl.store(parts.begin + pair, ends - programs, mask=some)
+            tl.store(parts.begin + pairs, tl.sum(programs, 0))
         if kv >= pairs:
             return
         out = split.to(tl.int64)
         split -= tl.sum(tl.where(pair == kv, ends - programs, 0), 0)
-    least, sinks_end, low, sink_blocks, blocks = walk(
-        kv, True, S, T, heads, window, sink, start_ptr, first_ptr, BN, STARTS, WINDOW, SINK, SEARCHED
-    )
+    walk = walk_of(kv, True, S, T, heads, window, sink, start, first, BN, PROBLEM)
     if PAIRS == 0:
-        chunk = tl.cdiv(blocks, splits)
+        chunk = tl.cdiv(walk.blocks, splits)
     begin = split * chunk
     b, h_kv = (kv // heads).to(tl.int64), (kv % heads).to(tl.int64)
     rows, offs_n = tl.arange(0, ROWS), tl.arange(0, BN)
@@ -88,7 +126,7 @@ def split_kernel(
     t, h = tl.minimum(rows // GROUP, T - 1), h_kv * GROUP + rows % GROUP
     pos = S - T + t
 
-    q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
+    q_rows = q + b * strides.q.batch + t * strides.q.token + h * strides.q.head
     q0 = tl.load(q_rows[:, None] + offs_d0[None, :], mask=real[:, None], other=0.0)
     q1 = q0
     acc0 = tl.zeros([ROWS, D0], tl.float32)
@@ -96,29 +134,28 @@ def split_kernel(
     if D1 > 0:
         q1 = tl.load(q_rows[:, None] + offs_d1[None, :], mask=real[:, None], other=0.0)
         acc1 = tl.zeros([ROWS, D1], tl.float32)
-    c_rows = b * sc_b + h * sc_h
-    c_i_hi, c_i_lo = tl.load(c_hi_ptr + c_rows + pos), tl.load(c_lo_ptr + c_rows + pos)
-    k_ptr += b * sk_b + h_kv * sk_h
-    v_ptr += b * sv_b + h_kv * sv_h
-
+    c_rows = b * strides.c.batch + h * strides.c.head
+    c_i_hi, c_i_lo = tl.load(c.hi + c_rows + pos), tl.load(c.lo + c_rows + pos)
+    k += b * strides.k.batch + h_kv * strides.k.head
+    v += b * strides.v.batch + h_kv * strides.v.head
     limit = tl.cdiv(S, ALIGNED) * ALIGNED
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
 
-    for it in range(begin, tl.minimum(begin + chunk, blocks)):
-        block = low // BN + it - sink_blocks
-        if SINK:
-            block = tl.where(it < sink_blocks, least // BN + it, block)
+    for it in range(begin, tl.minimum(begin + chunk, walk.blocks)):
+        block = walk.low // BN + it - walk.sink_blocks
+        if PROBLEM.sink:
+            block = tl.where(it < walk.sink_blocks, walk.least // BN + it, block)
         n0 = block * BN
         j = n0 + offs_n
         inside = j < S
-        if BOUNDED:
-            live = j >= low
-            if SINK:
-                live = live | ((j >= least) & (j < sinks_end))
+        if PROBLEM.starts or PROBLEM.lower or first is not None:
+            live = j >= walk.low
+            if PROBLEM.sink:
+                live = live | ((j >= walk.least) & (j < walk.sinks_end))
             inside = inside & live
-        k_rows = k_ptr + n0.to(tl.int64) * sk_s + offs_n[:, None] * sk_s
-        v_rows = v_ptr + n0.to(tl.int64) * sv_s + offs_n[:, None] * sv_s
+        k_rows = k + n0.to(tl.int64) * strides.k.token + offs_n[:, None] * strides.k.token
+        v_rows = v + n0.to(tl.int64) * strides.v.token + offs_n[:, None] * strides.v.token
         k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
         v0 = tl.load(v_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -126,19 +163,19 @@ def split_kernel(
             k1 = tl.load(k_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-        if CAP:
-            s, _t = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
+        if PROBLEM.cap:
+            s, _t = soft_capped(s * scale.base2, scale.softcap2, scale.inverse_cap, PROBLEM.cap == 2)
         else:
-            s = s * scale2
+            s = s * scale.base2
         gates = c_rows[:, None] + j[None, :]
         known = real[:, None] & (j < limit)[None, :]
-        bias = c_i_hi[:, None] - tl.load(c_hi_ptr + gates, mask=known, other=0.0)
-        bias += c_i_lo[:, None] - tl.load(c_lo_ptr + gates, mask=known, other=0.0)
-        if SINK:
-            bias = tl.where((j < least + sink)[None, :], 0.0, bias)
+        bias = c_i_hi[:, None] - tl.load(c.hi + gates, mask=known, other=0.0)
+        bias += c_i_lo[:, None] - tl.load(c.lo + gates, mask=known, other=0.0)
+        if PROBLEM.sink:
+            bias = tl.where((j < walk.least + sink)[None, :], 0.0, bias)
         lower = pos[:, None] - window + 1
-        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, STARTS, WINDOW)
-        if HORIZON:  # a sink's bias is 0; NaN is to be seen
+        seen = visible(pos[:, None], j[None, :], walk.least, lower, S, sink, PROBLEM.starts, PROBLEM.lower)
+        if horizon2 is not None:  # a sink's bias is 0; NaN is to be seen
             seen = seen & ((bias <= 0.0 - horizon2) == 0)
         s = tl.where(seen, s + bias, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
@@ -154,8 +191,8 @@ def split_kernel(
     empty = l == 0  # NaN isn't
     l_safe = tl.where(empty, 1.0, l)
     out = out * T * GROUP + rows
-    tl.store(part_lse_ptr + out, tl.where(empty, float("-inf"), m + tl.log2(l_safe)), mask=real)
-    part = part_ptr + out[:, None] * (D0 + D1)
+    tl.store(parts.lse + out, tl.where(empty, float("-inf"), m + tl.log2(l_safe)), mask=real)
+    part = parts.o + out[:, None] * (D0 + D1)
     tl.store(part + offs_d0[None, :], acc0 / l_safe[:, None], mask=real[:, None])
     if D1 > 0:
         tl.store(part + offs_d1[None, :], acc1 / l_safe[:, None], mask=real[:, None])
@@ -163,41 +200,39 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["S", "splits"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, o_ptr, lse_ptr, begin_ptr, c_hi_ptr, c_lo_ptr, first_ptr, length_ptr,
-    sc_b, sc_h, T, S, H, splits, horizon2,
+    parts, o, lse, c, first, length, strides, T, S, H, splits, horizon2,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, heads = T * GROUP, H // GROUP
     if SEARCHED > 0 and row == rows:  # the last row of programs looks where the next step may begin
-        if length_ptr is not None:
-            S = tl.load(length_ptr) + T
-        advance(first_ptr, kv, S - T, H, c_hi_ptr, c_lo_ptr, sc_b, sc_h, horizon2, GROUP, SEARCHED)
+        if length is not None:
+            S = tl.load(length) + T
+        advance(first, kv, S - T, H, c, strides, horizon2, GROUP, SEARCHED)
         return
     out = kv * splits
-    if begin_ptr is not None:
-        out = tl.load(begin_ptr + kv).to(tl.int64)
-        splits = tl.load(begin_ptr + kv + 1) - out.to(tl.int32)
+    if parts.begin is not None:
+        out = tl.load(parts.begin + kv).to(tl.int64)
+        splits = tl.load(parts.begin + kv + 1) - out.to(tl.int32)
     offs_d, offs_p = tl.arange(0, DP), tl.arange(0, PARTS)
-    part_lse_ptr += out * rows + row
-    part_ptr += (out * rows + row) * D
+    lse_rows = parts.lse + out * rows + row
+    o_rows = parts.o + (out * rows + row) * D
     top, total = float("-inf"), 0.0
-    o = tl.zeros([DP], tl.float32)
+    merged = tl.zeros([DP], tl.float32)
     for s0 in range(0, splits, PARTS):  # all at once, 256 parts of D = 256 would not fit the registers
         s = s0 + offs_p
         mask = (s < splits)[:, None] & (offs_d < D)[None, :]  # parts that weigh nothing too: no load waits for another
-        lse = tl.load(part_lse_ptr + s * rows, mask=s < splits, other=float("-inf"))
-        part = tl.load(part_ptr + (s * rows)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
-        new = tl.maximum(top, tl.max(lse, 0))
+        part_lse = tl.load(lse_rows + s * rows, mask=s < splits, other=float("-inf"))
+        part = tl.load(o_rows + (s * rows)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+        new = tl.maximum(top, tl.max(part_lse, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
-        weight, old = tl.exp2(lse - base), tl.exp2(top - base)
+        weight, old = tl.exp2(part_lse - base), tl.exp2(top - base)
         total = total * old + tl.sum(weight, 0)
-        o = o * old + tl.sum(tl.where((weight != 0)[:, None], part * weight[:, None], 0.0), 0)
+        merged = merged * old + tl.sum(tl.where((weight != 0)[:, None], part * weight[:, None], 0.0), 0)
         top = new
     base = tl.where(top == float("-inf"), 0.0, top)
     safe = tl.where(total == 0, 1.0, total)
-    o = o / safe
     b, t = kv // heads, row // GROUP
     h = (kv % heads) * GROUP + row % GROUP
-    tl.store(o_ptr + ((b * T + t) * H + h) * D + offs_d, o.to(o_ptr.dtype.element_ty), mask=offs_d < D)
-    tl.store(lse_ptr + (b * H + h) * T + t, tl.where(total == 0, float("-inf"), base + tl.log2(safe)))
+    tl.store(o + ((b * T + t) * H + h) * D + offs_d, (merged / safe).to(o.dtype.element_ty), mask=offs_d < D)
+    tl.store(lse + (b * H + h) * T + t, tl.where(total == 0, float("-inf"), base + tl.log2(safe)))

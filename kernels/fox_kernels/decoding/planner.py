@@ -8,17 +8,17 @@ values of c.
 
 import functools
 import itertools
-import math
 
 import torch
 
 from ..common.blocks import LOG2_E, cap_factors, cap_kind
+from ..common.groups import Gates, Problem, Scale, Strides
 from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
 from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
-from .decode import merge_kernel, split_kernel
+from .decode import CacheStrides, Parts, Tile, merge_kernel, split_kernel
 from .search import search_kernel, search_steps
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
@@ -90,22 +90,20 @@ class Decoder:
                 f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use forgetting_attention"
             )
         D0, D1 = split_head_dim(D)
-        cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
+        tile_rows, able = max(16, power_of_2(T * group)), (0, 0) if device.type == "cpu" else capability(device)
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
         self.window, self.sink = window, sink
         self.readable = aligned if D1 else unit_last
-        self.factors = (scale * LOG2_E, *cap_factors(softcap))
-        self.near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
-        able = (0, 0) if device.type == "cpu" else capability(device)
-        self.block = block_for(D, tile_rows, size, able)
-        self.stages = stages_for(tile_rows, self.block, D, size, able)
-        self.shares = (padded or self.near) and self.pairs <= MAX_SHARED
+        self.scale = Scale(None, scale * LOG2_E, *cap_factors(softcap))
+        self.horizon2 = None if horizon is None else horizon * LOG2_E
+        precision = "ieee" if size == 4 else "tf32"
+        bounded, cap = int(window is not None), cap_kind(softcap, dtype)
+        self.problem = Problem(group, D0, D1, padded, bounded, sink > 0, cap, precision)
+        self.tile = Tile(tile_rows, block_for(D, tile_rows, size, able), pairs=0, aligned=1)
+        self.stages = stages_for(tile_rows, self.tile.block, D, size, able)
+        self.shares = (padded or horizon is not None) and self.pairs <= MAX_SHARED
         self.slots, self.splits = (f(self.pairs, processors(device)) for f in (slots_for, splits_for))
-        self.most_parts = max(1, 16384 // wide)
-        self.split = (group, D0, D1, tile_rows, self.block, padded, window is not None, sink > 0, cap, self.near)
-        self.precision = "ieee" if size == 4 else "tf32"
-        self.merge = (group, D, wide)
-        self.group_rows = power_of_2(group)
+        self.most_parts = max(1, 16384 // power_of_2(D))
 
     def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None, first=None):
         """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
@@ -113,52 +111,50 @@ class Decoder:
         length (1,) int32 on the device: tokens that are cached before the T new ones, whose sum is at most S.
         first (B * Hkv,) int32: what the call before left, 0 at first; see `fixed.decode_at`.
         """
-        T, H, D, S, pairs = self.T, self.H, self.D, k.shape[1], self.pairs
+        T, H, D, S, pairs, block = self.T, self.H, self.D, k.shape[1], self.pairs, self.tile.block
         if seq_start is not None:
             seq_start = seq_start.to(torch.int32).contiguous()
         window, sink = 0 if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
-        blocks = cdiv(S, self.block)
+        blocks = cdiv(S, block)
         if window:
-            blocks = min(blocks, cdiv(window + T - 1, self.block) + cdiv(sink, self.block) + 2)
+            blocks = min(blocks, cdiv(window + T - 1, block) + cdiv(sink, block) + 2)
         longer = blocks > self.splits  # else each program has one block, and looking for fewer saves nothing
-        shares, near = self.shares and longer, self.near and longer
+        shares, near = self.shares and longer, self.horizon2 is not None and longer
         splits, most, grid = 0, min(self.slots, blocks), (min(self.slots + pairs, pairs * blocks), 1, 1)
         if not shares:
             splits = most = min(blocks, self.splits)
             grid = (splits, pairs, 1)
-        parts = min(power_of_2(most), self.most_parts)
         q, k, v = self.readable(q), self.readable(k), self.readable(v)
-        c_b, c_h, _ = c_hi.stride()
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], c_b, c_h)
+        c, c_strides = Gates(c_hi, c_lo), Strides(c_hi.stride(0), 1, c_hi.stride(1))
         o = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
         rows = grid[0] * grid[1] * self.rows
         part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
         begin = torch.empty(pairs + 1, dtype=torch.int32, device=self.device) if shares else None
+        group, horizon2, group_rows = self.problem.group, self.horizon2, power_of_2(self.problem.group)
         goes_on = near and first is not None
         if not near:
             first = None
         elif first is None:
             first = torch.empty(pairs, dtype=torch.int32, device=self.device)
-            arguments = (c_hi, c_lo, first, length, c_b, c_h, T, S, H, self.horizon)
-            launch(search_kernel, (pairs, 1, 1), arguments, (self.merge[0], self.group_rows, search_steps(S)))
-        aligned_gates = c_b % 16 == c_h % 16 == c_hi.data_ptr() % 16 == c_lo.data_ptr() % 16 == 0
+            launch(
+                search_kernel, (pairs, 1, 1), c=c, first=first, length=length, strides=c_strides, T=T, S=S, H=H,
+                horizon2=horizon2, GROUP=group, ROWS=group_rows, STEPS=search_steps(S),
+            )  # fmt: skip
+        whole = all(x % 16 == 0 for x in (*c_strides[::2], c_hi.data_ptr(), c_lo.data_ptr()))
+        tile = self.tile._replace(pairs=power_of_2(pairs) if shares else 0, aligned=4 if whole else 1)
+        parts = Parts(part, part_lse, begin)
         launch(
-            split_kernel,
-            grid,
-            (
-                q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, begin, *strides,
-                T, S, H, pairs, self.slots, window, sink, *self.factors, self.horizon,
-            ),
-            (*self.split, power_of_2(pairs) if shares else 0, 4 if aligned_gates else 1, self.precision),
-            stages=self.stages,
+            split_kernel, grid, q=q, k=k, v=v, c=c, start=seq_start, first=first, length=length, parts=parts,
+            strides=CacheStrides(*(Strides(*x.stride()[:3]) for x in (q, k, v)), c_strides), T=T, S=S, H=H, pairs=pairs,
+            slots=self.slots, window=window, sink=sink, scale=self.scale, horizon2=horizon2, PROBLEM=self.problem,
+            TILE=tile, stages=self.stages,
         )  # fmt: skip
         launch(
-            merge_kernel,
-            (self.rows + goes_on, pairs, 1),
-            (part, part_lse, o, lse2, begin, c_hi, c_lo, first, length, c_b, c_h, T, S, H, splits, self.horizon),
-            (*self.merge, parts, self.group_rows if goes_on else 0),
-        )
+            merge_kernel, (self.rows + goes_on, pairs, 1), parts=parts, o=o, lse=lse2, c=c, first=first, length=length,
+            strides=c_strides, T=T, S=S, H=H, splits=splits, horizon2=horizon2, GROUP=group, D=D, DP=power_of_2(D),
+            PARTS=min(power_of_2(most), self.most_parts), SEARCHED=group_rows if goes_on else 0,
+        )  # fmt: skip
         return o
 
 
