@@ -129,7 +129,8 @@ def check_steps(device: str) -> None:
         shown = (x[:, : n + 1] for x in (k, v, log_f))
         exact = reference.forgetting_attention(q[:, n : n + 1], *shown, sink=1, horizon=8.0)
         assert (o - exact).abs().max() < 1e-5
-    assert first.tolist() == [512, 512, 512, 0]  # 8 / 0.05 tokens before 699, after 550, ..., 8 / 0.01 are over S
+    if device == "cpu":  # a GPU has a program for each block of so short a text, and searches nothing
+        assert first.tolist() == [512, 512, 512, 0]  # 8 / 0.05 tokens before 699, after 550, ..., 8 / 0.01 are over S
 
 
 def check_append(device: str) -> None:
