@@ -100,9 +100,11 @@ def quantity(text: str) -> float:
     """A number with a suffix in powers of 1000, or 1024 with an i: "80G", "79.6GiB", "990T".
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is none, or under 1G: no GPU's memory or rate, but one without its unit.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
-    if match is None or not float(match[1]) > 0:
-        raise ValueError(f"{text!r} is no quantity: give one such as 80G, 79.6GiB or 990T")
-    return float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
+    if match is not None:
+        value = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]
+        if value >= 1e9:
+            return value
+    raise ValueError(f"{text!r} is no quantity of 1G or more: give one such as 80G, 79.6GiB or 990T")

@@ -18,7 +18,7 @@ def test_quantities(text, value):
 
 
 def test_an_unknown_name_or_no_quantity_is_refused():
-    for text in ("eighty", "80X", "-3G", "0"):
+    for text in ("eighty", "80X", "-3G", "0", "80"):
         with pytest.raises(ValueError, match="is no quantity"):
             quantity(text)
     with pytest.raises(ValueError, match=r"a100-40, .* got 'h900': or give --memory 80G"):
