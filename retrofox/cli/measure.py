@@ -46,7 +46,7 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="lm-eval tasks to run too, comma-separated, or short, ruler, longbench (needs retrofox[eval])."
+            help="lm-eval tasks to run too, by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."
         ),
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
@@ -235,7 +235,7 @@ def report(
     baseline: Baselines = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="lm-eval tasks, comma-separated, or short, ruler, longbench (needs retrofox[eval])."),
+        typer.Option(help="lm-eval tasks by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."),
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
