@@ -6,7 +6,8 @@
 Base and model take turns; each turn is a vLLM engine in a process of its own, with, for each length, one round to warm
 up and `--repeats` that count. Prompts are random tokens, so no prefix is shared; the length of a
 model's positions is raised where the prompts are longer. Prints a table, writes JSON after each turn; the ratio is of
-the medians of all rounds.
+the medians of all rounds. Beside them the most requests that ran at once, and how many vLLM's allocator counts on; for
+what fits in 80 GB of a larger GPU: more requests than that, enough new tokens, and a `gpu_memory_utilization`.
 """
 
 from __future__ import annotations
@@ -58,16 +59,17 @@ def job(lengths: list[int], options: argparse.Namespace, vocabulary: int, seed: 
 
 
 def measure(model: str, lengths: list[int], options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """Length, seconds and tokens per second (prompt and generated) of each counted round."""
+    """Length, seconds, tokens per second (prompt and generated), most requests at once of each counted round."""
     asked = job(lengths, options, int(read_config(model)["vocab_size"]), seed)
-    found = run_vllm([asked], model)[0]["rounds"]
+    (found,) = run_vllm([asked], model)
     rows = []
-    for wanted, got in zip(asked.rounds, found, strict=True):
+    for wanted, got in zip(asked.rounds, found["rounds"], strict=True):
         if wanted["name"] == WARM_UP:
             continue
         length = int(wanted["name"])
         speed = options.requests * (length + options.tokens) / got["seconds"]
-        rows.append({"length": length, "tokens_per_second": speed, **{k: got[k] for k in ("seconds", "preemptions")}})
+        kept = {name: got[name] for name in ("seconds", "preemptions", "running")}
+        rows.append({"length": length, "tokens_per_second": speed, **kept, "cache": found["cache"]})
     return rows
 
 
@@ -79,6 +81,11 @@ def summary(lengths: list[int], found: dict[str, list[dict[str, Any]]]) -> list[
         medians = {name: statistics.median(r["tokens_per_second"] for r in of) for name, of in rounds.items()}
         rows.append({"length": length, "rounds": rounds, **medians, "ratio": medians["retrofit"] / medians["base"]})
     return rows
+
+
+def _at_once(rounds: list[dict[str, Any]]) -> str:
+    most, preempted = (max(row[name] for row in rounds) for name in ("running", "preemptions"))
+    return f"{most}, {preempted:.0f} preempted; counted on {rounds[0]['cache']['concurrency']:.1f}"
 
 
 def main() -> None:
@@ -109,10 +116,11 @@ def main() -> None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         write_json(options.out, {**provenance(), **settings, "gpu": gpu, "rows": rows})
     table = Table(title=f"tokens per second, {options.requests} requests, {options.tokens} tokens each")
-    for column in ("prompt", "base", "retrofit", "ratio"):
+    for column in ("prompt", "base", "retrofit", "ratio", "at once, base", "retrofit"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(str(row["length"]), f"{row['base']:.0f}", f"{row['retrofit']:.0f}", f"{row['ratio']:.2f}")
+        speeds = (f"{row['base']:.0f}", f"{row['retrofit']:.0f}", f"{row['ratio']:.2f}")
+        table.add_row(str(row["length"]), *speeds, *(_at_once(row["rounds"][name]) for name in ("base", "retrofit")))
     Console().print(table)
 
 

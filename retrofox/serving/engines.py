@@ -37,12 +37,12 @@ def run_vllm(jobs: Sequence[Job], model: str) -> list[dict[str, Any]]:
         return [result for job in jobs for result in run_vllm([job], model)]
     ranks = max(job.engine["tensor_parallel_size"] for job in jobs)
     environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         **dict.fromkeys(WAITS, "3600"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "auto",  # a core a rank
         **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `vllm_run` looks at the scheduler
     }
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "jobs.json", Path(folder) / "results.json"

@@ -5,7 +5,8 @@
 Jobs: the model, and for each engine its arguments (of `vllm.LLM`) and rounds, each with prompts (lists of token ids),
 max_tokens and whether log-probabilities of the prompt are wanted. Results: per engine, round and prompt the tokens
 generated greedily, their log-probabilities, those of the prompt's tokens but the first, and how many tokens came from
-the prefix cache.
+the prefix cache; per round the most requests in one step; per engine the blocks of its cache, and how many requests of
+the greatest length vLLM counts on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from retrofox.serving.refusals import SERVED
 def run(model: str, job: dict[str, Any]) -> dict[str, Any]:
     """Runs a job; see the module."""
     llm = LLM(model, skip_tokenizer_init=True, disable_log_stats=False, **job["engine"])
-    rounds = []
+    rounds, running = [], _watch(llm)
     for wanted in job["rounds"]:
         sampling = SamplingParams(
             max_tokens=wanted["max_tokens"],
@@ -41,17 +42,33 @@ def run(model: str, job: dict[str, Any]) -> dict[str, Any]:
             logprobs=0,
             prompt_logprobs=0 if wanted["of_prompt"] else None,
         )
+        running.clear()
         before = _counter(llm, "vllm:num_preemptions")
         started = time.perf_counter()
         answers = llm.generate([{"prompt_token_ids": ids} for ids in wanted["prompts"]], sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
         preemptions = _counter(llm, "vllm:num_preemptions") - before
-        rounds.append(
-            {"seconds": seconds, "preemptions": preemptions, "answers": [_answer(answer) for answer in answers]}
-        )
+        said = {"seconds": seconds, "preemptions": preemptions, "running": max(running)}
+        rounds.append({**said, "answers": [_answer(answer) for answer in answers]})
+    cache = llm.llm_engine.vllm_config.cache_config
+    counted = {"blocks": cache.num_gpu_blocks, "concurrency": cache.kv_cache_max_concurrency}
     llm.llm_engine.engine_core.shutdown()  # frees the cache and leaves the groups of ranks
     torch.compiler.reset()
-    return {"vllm": vllm_version, "rounds": rounds}
+    return {"vllm": vllm_version, "cache": counted, "rounds": rounds}
+
+
+def _watch(llm: Any) -> list[int]:
+    """How many requests run in each step from now on."""
+    scheduler, running = llm.llm_engine.engine_core.engine_core.scheduler, []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        made = schedule(*args, **kwargs)
+        running.append(len(scheduler.running))
+        return made
+
+    scheduler.schedule = watched
+    return running
 
 
 def _answer(answer: Any) -> dict[str, Any]:

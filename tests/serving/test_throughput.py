@@ -21,7 +21,8 @@ def test_the_ratio_is_of_the_medians_of_all_turns(monkeypatch, pico_checkpoint, 
         slow = 1.0 if model == str(pico_checkpoint) else 1.25
         cold = {0: 99.0, 3: 99.0}  # the first round of each length
         seconds = [cold.get(at, slow * len(asked["prompts"][0]) / 32) for at, asked in enumerate(job.rounds)]
-        return [{"rounds": [{"seconds": s, "preemptions": 0} for s in seconds]}]
+        counts = {"preemptions": 0, "running": 3}
+        return [{"cache": {"blocks": 9, "concurrency": 1.5}, "rounds": [{"seconds": s, **counts} for s in seconds]}]
 
     monkeypatch.setattr(throughput, "run_vllm", run)
     options = f"--lengths 32,64 --requests 3 --tokens 8 --repeats 2 --out {tmp_path / 'a.json'}".split()
@@ -39,3 +40,6 @@ def test_the_ratio_is_of_the_medians_of_all_turns(monkeypatch, pico_checkpoint, 
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([0.8, 0.8])
     assert [row["base"] for row in found["rows"]] == pytest.approx([3 * 40 / 1.0, 3 * 72 / 2.0])
     assert [len(row["rounds"]["base"]) for row in found["rows"]] == [4, 4]
+    assert {(r["running"], r["cache"]["concurrency"]) for row in found["rows"] for r in row["rounds"]["base"]} == {
+        (3, 1.5)
+    }
