@@ -10,6 +10,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+from compiling import compiled_launch
 from fox_kernels.hopper import backward as hopper_backward
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import CUTS
@@ -23,20 +24,11 @@ KNOWN = VERSION in hopper_forward.RUN_WITH | hopper_forward.COMPILED_WITH
 needs_gluon = pytest.mark.skipif(not KNOWN, reason="what Gluon calls otherwise in this Triton is not known")
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-
-
-def kind_of(x) -> str:
-    if isinstance(x, torch.Tensor):
-        return f"*{TYPES[x.dtype]}"
-    return "constexpr" if x is None else "fp32" if isinstance(x, float) else "i32"
-
-
 def launches(
     D: int, T: int = 256, S: int | None = None, group: int = 1, started: int = 0, sink: int = 0,
     dtype=torch.bfloat16, residual: bool = True, deterministic: bool = True, rounds: bool = False,
 ) -> dict[str, tuple]:  # fmt: skip
-    """Return (kernel, types of its arguments, constants) by name of what a forward and a backward launch.
+    """Return (kernel, its arguments) by name of what a forward and a backward launch.
 
     started: 1 with left padding, 2 with a horizon. rounds: tiles begin in rounds, as for long rows.
     """
@@ -47,11 +39,10 @@ def launches(
         assert len(copied) == len(self.described)
         arguments, constants = names_of(self.kernel)
         blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
-        kinds = [f"tensordesc<{TYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>" for x in blocks]
-        kinds += [kind_of(named[name]) for name in self.names]
-        absent = {name: None for name, x in named.items() if x is None}
-        values = dict(zip(constants, self.constants, strict=True)) | absent
-        found[self.kernel.fn.__name__] = self.kernel, dict(zip(arguments, kinds, strict=True)), values
+        described = dict(zip(arguments, blocks, strict=False))
+        found[self.kernel.fn.__name__] = (
+            self.kernel, described | named | dict(zip(constants, self.constants, strict=True)),
+        )  # fmt: skip
 
     S = S or T
     q, k = (torch.zeros(1, n, h, D, dtype=dtype) for n, h in ((T, group), (S, 1)))
@@ -77,19 +68,11 @@ def launches(
     return found
 
 
-def compiled(kernel, kinds: dict, constants: dict, work: Path) -> tuple[dict, str]:
+def compiled(kernel, named: dict, work: Path) -> tuple[dict, str]:
     """Compile a Gluon kernel for sm_90; return (shared memory, spilled bytes) and what ptxas says of it."""
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-    places = {name: (n,) for n, name in enumerate(signature)}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")}
-    values = {places[name]: value for name, value in constants.items()}
-    source = GluonASTSource(kernel, signature=signature, constexprs=values, attrs=aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary = compiled_launch(kernel, named, 90)
     ptx = work / "kernel.ptx"
     ptx.write_text(binary.asm["ptx"])
     command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", ptx, "-o", work / "kernel.cubin"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+from fox_kernels.hopper.backward import Edges
 from fox_kernels.hopper.forward import COMPILED_WITH, RUN_WITH
 from fox_kernels.host.device import triton_version
 from twins import edges_torch
@@ -88,7 +89,7 @@ def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
         patch.setattr(backward_producer, "edges_of", lambda edges, *_: edges)
         for n in range(-(-S // KEYS)):
             lo, hi, _, _ = backward_producer._query_tiles.fn(
-                n, 0, 0, -(-S // KEYS), START, END, high, T, S, kind, sink, queries
+                n, 0, 0, -(-S // KEYS), Edges(START, END, high), T, S, kind, sink, queries
             )
             for m in range(lo, hi):
                 assert m < tiles

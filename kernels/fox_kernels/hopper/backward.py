@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
+from ..common.groups import Gates
 from ..common.horizon import found_edges
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
@@ -60,6 +62,47 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
     return max(32 if bytes_per_head <= 4 << 20 else 16, heads_per_group(bytes_per_head * 2 // 3))
 
 
+class BackwardCut(NamedTuple):
+    """What the kernel is compiled for: the problem's edges and sinks, and the `Cut`."""
+
+    HAS_START: int  # `edge_kind`
+    SINK: int
+    D: int
+    BM: int
+    NB: int
+    NKV: int
+    HEADS: int
+    DETERMINISTIC: bool
+    REGISTERS: int
+    COPIER_REGISTERS: int
+    GENERATIONS: int
+    BIAS_BY_MMA: bool
+    HAS_LOST: bool
+    PER_ROUND: int  # tiles that begin together; 0: no rounds
+
+
+class Edges(NamedTuple):
+    """Edges of documents, windows and horizons (`common.edges`) and, of a horizon, key tiles' last query tiles."""
+
+    start: Tensor | None
+    end: Tensor | None
+    tile_hi: Tensor | None
+
+
+class Lines(NamedTuple):
+    """Of every query: lse2 and delta."""
+
+    lse: Tensor
+    delta: Tensor
+
+
+class Sums(NamedTuple):
+    """Of dS: dc has them by key, row_sum by query."""
+
+    dc: Tensor
+    row_sum: Tensor
+
+
 class BackwardPlan(NamedTuple):
     """How to launch a backward; the same for all calls with tensors of one kind."""
 
@@ -96,12 +139,12 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
     first = begins_at_the_first_key(q, k, started > 0)
-    constants = {
-        "HAS_START": started, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages, "NKV": cut.key_slots,
-        "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
-        "COPIER_REGISTERS": cut.copier_registers, "GENERATIONS": cut.generations, "BIAS_BY_MMA": bias_by_mma,
-        "HAS_LOST": first, "PER_ROUND": processors(q.device) if long else 0,
-    }  # fmt: skip
+    constants = BackwardCut(
+        HAS_START=started, SINK=sink, D=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,
+        DETERMINISTIC=deterministic, REGISTERS=cut.registers, COPIER_REGISTERS=cut.copier_registers,
+        GENERATIONS=cut.generations, BIAS_BY_MMA=bias_by_mma, HAS_LOST=first,
+        PER_ROUND=processors(q.device) if long else 0,
+    )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started > 0
     steps = rows // 64 * B * H
@@ -109,7 +152,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     return BackwardPlan(
         Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges | {"PART": SEARCHED}),
         Launch(prepare_kernel, steps, {"D": D, "BM": 64, "ZERO": zero}),
-        Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
+        Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), {"CUT": constants}, blocks),
         Launch(finish_kernel, steps, {"D": D, "BM": 64}),
         first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
@@ -175,8 +218,8 @@ def launch_backward(
     if plan.first:
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     plan.main(
-        q, k, v, do, sums, dk, dv, C_HI=c_hi, C_LO=c_lo, LSE=lse2, DELTA=delta, DC=dc, ROW_SUM=row_sum, TICKET=ticket,
-        COUNTER=ticket[-2:], START=start, END=end, TILE_HI=tile_hi, TILE_LO=tile_lo, LOST=lost, sm_scale=float(scale),
+        q, k, v, do, sums, dk, dv, c=Gates(c_hi, c_lo), rows=Lines(lse2, delta), sums=Sums(dc, row_sum), ticket=ticket,
+        counter=ticket[-2:], edges=Edges(start, end, tile_hi), tile_lo=tile_lo, lost=lost, sm_scale=float(scale),
         T=T, T_PAD=rows, S=S, H=H, KV_GROUP=H // Hkv, num_n=num_n, num_bh=B * Hkv, group=plan.group,
     )  # fmt: skip
     plan.finish(

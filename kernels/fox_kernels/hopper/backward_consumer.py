@@ -105,11 +105,16 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s,
-              info_s, step_s, kb_s, qb_s, bars, LOST, shift, chunks, num_n, num_bh, group, sm_scale,
-              HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
-              NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr, HAS_LOST: gl.constexpr):  # fmt: skip
+def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, group, sm_scale, CUT: gl.constexpr):
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    D: gl.constexpr = CUT.D
+    BM: gl.constexpr = CUT.BM
+    NB: gl.constexpr = CUT.NB
+    NKV: gl.constexpr = CUT.NKV
+    HEADS: gl.constexpr = CUT.HEADS
+    GENERATIONS: gl.constexpr = CUT.GENERATIONS
+    BIAS_BY_MMA: gl.constexpr = CUT.BIAS_BY_MMA
     QC: gl.constexpr = D if BM == 128 else D // 2
     DEFERRED: gl.constexpr = BM == 64  # with two generations of dS; else _share_of_dq waits
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -119,7 +124,7 @@ def consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     KEY: gl.constexpr = gl.SliceLayout(1, S_L)
     QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
-    dtype: gl.constexpr = qdo_s.dtype
+    dtype: gl.constexpr = smem.qdo.dtype
     zero = gl.zeros([64, BM], gl.float32, layout=S_L)
     zero_q = gl.zeros([64, QC], gl.float32, layout=Q_L)
     _await(MEET)
@@ -129,21 +134,21 @@ def consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live
     tiles = 0
     chunk = 0
     mbarrier.wait(bars.index(HEAD_FULL), 0)
-    index = scalar(info_s.index(I_INDEX))
+    index = scalar(smem.info.index(I_INDEX))
     while index >= 0:
         n, bh = key_tile(index, num_n, num_bh, group)
         kv = (tiles % NKV) * 4
         dk = gl.zeros([64, D], gl.float32, layout=O_L)
         dv = gl.zeros([64, D], gl.float32, layout=O_L)
-        if HAS_LOST and w == 0:
+        if CUT.HAS_LOST and w == 0:
             row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
             if n == 0:  # the rounding error of the first rows' weights
-                dv = gl.load(LOST + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
+                dv = gl.load(lost + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
         mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
         for _c in range(chunks):
             slot = chunk & 1
             mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
-            steps = scalar(info_s.index(slot * INFO + I_STEPS))
+            steps = scalar(smem.info.index(slot * INFO + I_STEPS))
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
             own_sums = sums_over_queries(zero, BM)
             for i in range(steps):
@@ -151,35 +156,36 @@ def consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live
                 z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
                 s = it % NB + z
                 mbarrier.wait(bars.index(Q_FULL + s), (it // NB) & 1)
-                k = kv_s.index(kv + w + z).reshape([64, D])
-                v = kv_s.index(kv + 2 + w + z).reshape([64, D])
-                q = qdo_s.index(s).reshape([BM, D])
-                do = qdo_s.index(NB + s).reshape([BM, D])
+                k = smem.kv.index(kv + w + z).reshape([64, D])
+                v = smem.kv.index(kv + 2 + w + z).reshape([64, D])
+                q = smem.qdo.index(s).reshape([BM, D])
+                do = smem.qdo.index(NB + s).reshape([BM, D])
                 if DEFERRED and w == 1:
                     _await(BEHIND + it % 2)
                 st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                step = scalar(step_s.index(s))
+                step = scalar(smem.step.index(s))
                 if BIAS_BY_MMA:  # the gates' and lse's part of the scores; zeros where it is added exactly
                     parts = gl.where((step & 1) > 0, NO_BIAS, slot * 2 + w)
-                    st = warpgroup_mma(kb_s.index(parts), qb_s.index(s).permute((1, 0)), st, is_async=True)
+                    st = warpgroup_mma(smem.kb.index(parts), smem.qb.index(s).permute((1, 0)), st, is_async=True)
                 dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
                 if BIAS_BY_MMA:  # less delta
-                    dpt = warpgroup_mma(kb_s.index(DELTA_ONLY + z), qb_s.index(s).permute((1, 0)), dpt, is_async=True)
+                    ones = smem.kb.index(DELTA_ONLY + z)
+                    dpt = warpgroup_mma(ones, smem.qb.index(s).permute((1, 0)), dpt, is_async=True)
                 head = z  # the first of the chunk
                 if HEADS > 1:
                     head += (step >> 1) & 15
                 place = ((slot * HEADS + head) * 2 + w) * 2
                 st = warpgroup_mma_wait(2 if BIAS_BY_MMA else 1, deps=(st,))
                 keys = n * 128 + w * 64 + gl.arange(0, 64, layout=KEY)
-                pt = _weights(st, step, keys, key_s.index(place), key_s.index(place + 1), row_s.index(s),
-                              row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
-                              start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
+                pt = _weights(st, step, keys, smem.key.index(place), smem.key.index(place + 1), smem.row.index(s),
+                              smem.row.index(NB + s), smem.row.index(3 * NB + s), smem.live.index(slot * 2 + w),
+                              smem.start.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
                 dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
                 if DEFERRED and w == 0:  # half a step behind: this one uses the tensor cores while the other does not
                     _tell(BEHIND + it % 2)
                 dpt = warpgroup_mma_wait(1, deps=(dpt,))
                 if not BIAS_BY_MMA:
-                    dpt = dpt - row_s.index(2 * NB + s).load(QUERY)[None, :]
+                    dpt = dpt - smem.row.index(2 * NB + s).load(QUERY)[None, :]
                 exact = pt * dpt
                 dst = exact.to(dtype)
                 if HEADS == 1:
@@ -189,62 +195,62 @@ def consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live
                     own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
                     dc += gl.where(own, key_sums[:, None], 0.0)
                 if SINK > 0:
-                    exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
+                    exact = gl.where(smem.live.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
                 pairs = pairs_of_keys(exact, BM)
                 now = it % GENERATIONS
                 if DEFERRED:  # of the step before, whose dS the other warpgroup has stored long ago
                     if i > 0:
                         _await(STORED + 2 * (1 - w) + (now ^ 1))
-                    dq = _share_of_dq(w, ds_s, kv_s, (now ^ 1) * 2 + z, kv + z, zero_q, D, BM)
+                    dq = _share_of_dq(w, smem.ds, smem.kv, (now ^ 1) * 2 + z, kv + z, zero_q, D, BM)
                 else:
                     _await(READ + 2 * (1 - w))
-                    ds_s.index(w + z).store(dst)
+                    smem.ds.index(w + z).store(dst)
                     fence_async_shared()
-                    dq = _share_of_dq(w, ds_s, kv_s, z, kv + z, zero_q, D, BM)
+                    dq = _share_of_dq(w, smem.ds, smem.kv, z, kv + z, zero_q, D, BM)
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
                 if DEFERRED:
                     _await(READ + 2 * (1 - w) + now)
-                    ds_s.index(now * 2 + w + z).store(dst)
+                    smem.ds.index(now * 2 + w + z).store(dst)
                     fence_async_shared()
                     _tell(STORED + 2 * w + now)
                 # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
                 # is better done while the products run, so it hangs on a read from here
                 late = 0 * steps
                 if BM == 64:
-                    late = scalar(step_s.index(s))
-                sum_s.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
+                    late = scalar(smem.step.index(s))
+                smem.sum.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 if not DEFERRED:
                     _tell(READ + 2 * w)
-                    _hand_over(dq, dq_s, bars, w + z, (it & 1) ^ 1)
+                    _hand_over(dq, smem.dq, bars, w + z, (it & 1) ^ 1)
                 elif i > 0:
                     _tell(READ + 2 * w + (now ^ 1))
-                    _hand_over(dq, dq_s, bars, w + z, it & 1)
+                    _hand_over(dq, smem.dq, bars, w + z, it & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
                 it += 1
             if DEFERRED and steps > 0:  # of the last step
                 last = (it + 1) % 2
                 _await(STORED + 2 * (1 - w) + last)
-                dq = _share_of_dq(w, ds_s, kv_s, last * 2, kv, zero_q, D, BM)
+                dq = _share_of_dq(w, smem.ds, smem.kv, last * 2, kv, zero_q, D, BM)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
                 _tell(READ + 2 * w + last)
-                _hand_over(dq, dq_s, bars, w, it & 1)
+                _hand_over(dq, smem.dq, bars, w, it & 1)
             columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
             for g in gl.static_range(HEADS):
                 if HEADS == 1:
-                    key_s.index((slot * 2 + w) * 2).store(gl.sum(own_sums, 1))
+                    smem.key.index((slot * 2 + w) * 2).store(gl.sum(own_sums, 1))
                 else:
                     mine = gl.where(columns == g, dc, -float("inf"))
-                    key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
+                    smem.key.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
             if _c + 1 < chunks:  # no wait for the writer, who may be a step behind
                 mbarrier.arrive(bars.index(HEAD_DONE + slot), count=1)
             chunk += 1
         _await(MEET)  # both read k and v until the last dq
-        kv_s.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
-        kv_s.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
+        smem.kv.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
+        smem.kv.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
         fence_async_shared()
         mbarrier.arrive(bars.index(HEAD_DONE + ((chunk & 1) ^ 1)), count=1)
         tiles += 1
         mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
-        index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
+        index = scalar(smem.info.index((chunk & 1) * INFO + I_INDEX))

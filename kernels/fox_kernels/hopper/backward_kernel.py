@@ -13,6 +13,8 @@ downward. So a tile waits only for tiles that a program has already begun or don
 deadlock. And as it starts one step behind its predecessor and has fewer steps, it hardly waits at all.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -23,19 +25,40 @@ from .backward_walk import DQ_EMPTY, DQ_FULL, HEAD_DONE, HEAD_EMPTY, HEAD_FULL, 
 from .backward_writer import writer
 
 
+class Memory(NamedTuple):
+    """Buffers in shared memory; few, as each costs every partition a register."""
+
+    kv: Any
+    qdo: Any
+    ds: Any
+    dq: Any
+    row: Any
+    sum: Any
+    key: Any
+    live: Any
+    start: Any
+    info: Any
+    step: Any
+    kb: Any
+    qb: Any
+
+
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
-def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
-                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, LOST, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
-                 num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
-                 BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
-                 DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
-                 GENERATIONS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-                 HAS_LOST: gl.constexpr, PER_ROUND: gl.constexpr):  # fmt: skip
+def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, c, rows, sums, ticket, counter, edges,
+                 tile_lo, lost, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+                 CUT: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
+    SINK: gl.constexpr = CUT.SINK
+    D: gl.constexpr = CUT.D
+    BM: gl.constexpr = CUT.BM
+    NB: gl.constexpr = CUT.NB
+    NKV: gl.constexpr = CUT.NKV
+    HEADS: gl.constexpr = CUT.HEADS
+    GENERATIONS: gl.constexpr = CUT.GENERATIONS
+    BIAS_BY_MMA: gl.constexpr = CUT.BIAS_BY_MMA
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
-    # few allocations: each costs every partition a register
     kv_s = gl.allocate_shared_memory(dtype, [NKV * 4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
     qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
     ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
@@ -81,18 +104,15 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
         mbarrier.init(bars.index(Q_FULL + i), count=2)  # the TMA copies and the row vectors
         mbarrier.init(bars.index(Q_FULL + NB + i), count=2)
     chunks = (KV_GROUP + HEADS - 1) // HEADS
+    smem = Memory(
+        kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s
+    )  # fmt: skip
+    read, written = (k_desc, v_desc, q_desc, do_desc), (dq_desc, dk_desc, dv_desc)
     gl.warp_specialize([
-        (consumer, (0, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars,
-                     LOST, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV, HEADS,
-                     GENERATIONS, BIAS_BY_MMA, HAS_LOST)),
-        (consumer, (1, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars,
-                     LOST, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV, HEADS,
-                     GENERATIONS, BIAS_BY_MMA, HAS_LOST)),
-        (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
-                    qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
-                    KV_GROUP, num_n, num_bh, group, HAS_START, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA,
-                    PER_ROUND)),
-        (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
-                  info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, SINK, BM, NKV,
-                  HEADS, DETERMINISTIC)),
-    ], [4, 2, 2], [REGISTERS, COPIER_REGISTERS, COPIER_REGISTERS])  # fmt: skip
+        (consumer, (0, smem, bars, lost, S - T, chunks, num_n, num_bh, group, sm_scale, CUT)),
+        (consumer, (1, smem, bars, lost, S - T, chunks, num_n, num_bh, group, sm_scale, CUT)),
+        (producer, (read, c, rows, edges, counter, smem, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+                    CUT)),
+        (writer, (written, sums, ticket, edges, tile_lo, smem, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+                  CUT)),
+    ], [4, 2, 2], [CUT.REGISTERS, CUT.COPIER_REGISTERS, CUT.COPIER_REGISTERS])  # fmt: skip

@@ -41,8 +41,7 @@ def _begin_together(index, num_tiles, COPIED, PER_ROUND: gl.constexpr):
 
 
 @gluon.jit
-def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr,
-                 BM: gl.constexpr):  # fmt: skip
+def _query_tiles(n, b, bh, num_n, edges, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr):
     """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
     n0 = n * BN
     n_last = gl.minimum(n0 + BN, S) - 1
@@ -51,20 +50,20 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
     end = S
     clean_hi = T + BM
     if HAS_START:
-        clean_hi = gl.load(edges_of(END, b, bh, S, HAS_START) + n0) - shift
-    if HAS_START == 1:  # a horizon's ends are in TILE_HI, in accord with TILE_LO, as the turns must be
-        end = gl.load(END + b * S + n_last)
+        clean_hi = gl.load(edges_of(edges.end, b, bh, S, HAS_START) + n0) - shift
+    if HAS_START == 1:  # a horizon's ends are in tile_hi, in accord with tile_lo, as the turns must be
+        end = gl.load(edges.end + b * S + n_last)
     clean_lo = n0 + BN - 1 - shift
     hi = (gl.minimum(end - shift, T) + BM - 1) // BM
     if HAS_START == 2:
-        hi = gl.minimum(hi, gl.load(TILE_HI + bh * num_n + n))
+        hi = gl.minimum(hi, gl.load(edges.tile_hi + bh * num_n + n))
     if SINK > 0:
         # do the first SINK keys of the last document that starts here or before, or an earlier one's, lie in this tile?
         first = 0
         last_start = 0
         if HAS_START:
-            first = gl.load(START + b * S + n0)
-            last_start = gl.load(START + b * S + n_last)
+            first = gl.load(edges.start + b * S + n0)
+            last_start = gl.load(edges.start + b * S + n_last)
         if (first + SINK > n0) | (last_start > first):
             clean_hi = 0
     return lo, gl.maximum(hi, lo), clean_lo, clean_hi
@@ -100,13 +99,19 @@ def _store_parts(parts_s, x, delta, ROWS: gl.constexpr, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s, qdo_s,
-             row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
-             num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
-             NKV: gl.constexpr, HEADS: gl.constexpr, BIAS_BY_MMA: gl.constexpr, PER_ROUND: gl.constexpr):  # fmt: skip
+def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+             CUT: gl.constexpr):  # fmt: skip
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    BM: gl.constexpr = CUT.BM
+    NB: gl.constexpr = CUT.NB
+    NKV: gl.constexpr = CUT.NKV
+    HEADS: gl.constexpr = CUT.HEADS
+    BIAS_BY_MMA: gl.constexpr = CUT.BIAS_BY_MMA
+    k_desc, v_desc, q_desc, do_desc = read
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
-    index = gl.atomic_add(COUNTER, 1)  # the first too: only programs that run have tiles that others wait for
+    index = gl.atomic_add(counter, 1)  # the first too: only programs that run have tiles that others wait for
     it = 0
     tiles = 0
     chunk = 0
@@ -120,8 +125,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
         mbarrier.expect(bars.index(KV_FULL + kv), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for w in gl.static_range(2):
             full = bars.index(KV_FULL + kv)
-            tma_load(k_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + w))
-            tma_load(v_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + 2 + w))
+            tma_load(k_desc, [b, n * BN + w * 64, hk, 0], full, smem.kv.index(kv * 4 + w))
+            tma_load(v_desc, [b, n * BN + w * 64, hk, 0], full, smem.kv.index(kv * 4 + 2 + w))
         for g0 in range(0, KV_GROUP, HEADS):
             # what the consumers need to know of these heads: the walk, and each key's decay from the tile's last key
             heads = gl.minimum(KV_GROUP - g0, HEADS)
@@ -135,12 +140,12 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
             clean_hi = 0 * n + T + BM
             for g in range(heads):
                 bh = bh0 + g
-                lo, hi, clean_lo, clean = _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, SINK, BM)
+                lo, hi, clean_lo, clean = _query_tiles(n, b, bh, num_n, edges, T, S, HAS_START, SINK, BM)
                 clean_hi = gl.minimum(clean_hi, clean)
                 top = gl.maximum(top, hi)
                 steps += hi - lo
-                c_hi = C_HI + bh.to(gl.int64) * S
-                c_lo = C_LO + bh.to(gl.int64) * S
+                c_hi = c.hi + bh.to(gl.int64) * S
+                c_lo = c.lo + bh.to(gl.int64) * S
                 ref_hi = gl.load(c_hi + n_last)
                 ref_lo = gl.load(c_lo + n_last)
                 for w in gl.static_range(2):
@@ -149,22 +154,22 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                     key_lo = gl.load(c_lo + keys, mask=keys < S, other=0.0)
                     high, low = difference(ref_hi, ref_lo, key_hi, key_lo)
                     place = ((slot * HEADS + g) * 2 + w) * 2
-                    key_s.index(place).store(high)
-                    key_s.index(place + 1).store(low)
+                    smem.key.index(place).store(high)
+                    smem.key.index(place + 1).store(low)
                     if BIAS_BY_MMA:
-                        _store_parts(kb_s.index(slot * 2 + w), high / (sm_scale * LOG2E), high, 64, False)
-                info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
+                        _store_parts(smem.kb.index(slot * 2 + w), high / (sm_scale * LOG2E), high, 64, False)
+                smem.info.index(slot * INFO + I_HEADS + g).store(one * hi)
             if SINK > 0:
                 for w in gl.static_range(2):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
                     sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
                     if HAS_START:
-                        sink_end += gl.load(START + b * S + keys, mask=keys < S, other=0)
-                    live_s.index(slot * 2 + w).store(gl.where(keys < sink_end, 0.0, 1.0))
-            info_s.index(slot * INFO + I_INDEX).store(one * index)
-            info_s.index(slot * INFO + I_LO).store(one * lo)
-            info_s.index(slot * INFO + I_HI).store(one * top)
-            info_s.index(slot * INFO + I_STEPS).store(one * steps)
+                        sink_end += gl.load(edges.start + b * S + keys, mask=keys < S, other=0)
+                    smem.live.index(slot * 2 + w).store(gl.where(keys < sink_end, 0.0, 1.0))
+            smem.info.index(slot * INFO + I_INDEX).store(one * index)
+            smem.info.index(slot * INFO + I_LO).store(one * lo)
+            smem.info.index(slot * INFO + I_HI).store(one * top)
+            smem.info.index(slot * INFO + I_STEPS).store(one * steps)
             if BIAS_BY_MMA:
                 fence_async_shared()
             mbarrier.arrive(bars.index(HEAD_FULL + slot), count=1)
@@ -179,47 +184,47 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                     bh = bh0 + g
                     visited = 0 * m == 0
                     if HAS_START == 2 and HEADS > 1:
-                        visited = m < gl.max(info_s.index(slot * INFO + I_HEADS + g).load(VEC), 0)
+                        visited = m < gl.max(smem.info.index(slot * INFO + I_HEADS + g).load(VEC), 0)
                     if visited:
                         s = it % NB
-                        c_hi = C_HI + bh.to(gl.int64) * S
-                        c_lo = C_LO + bh.to(gl.int64) * S
+                        c_hi = c.hi + bh.to(gl.int64) * S
+                        c_lo = c.lo + bh.to(gl.int64) * S
                         ref_hi = gl.load(c_hi + n_last)
                         ref_lo = gl.load(c_lo + n_last)
                         row_hi = gl.load(c_hi + S - T + rows, mask=inside, other=0.0)
                         row_lo = gl.load(c_lo + S - T + rows, mask=inside, other=0.0)
-                        row_lse = gl.load(LSE + bh.to(gl.int64) * T + rows, mask=inside, other=-float("inf"))
-                        row_delta = gl.load(DELTA + bh.to(gl.int64) * T_PAD + rows)
+                        row_lse = gl.load(lines.lse + bh.to(gl.int64) * T + rows, mask=inside, other=-float("inf"))
+                        row_delta = gl.load(lines.delta + bh.to(gl.int64) * T_PAD + rows)
                         if HAS_START:
-                            starts = edges_of(START, b, bh, S, HAS_START)
+                            starts = edges_of(edges.start, b, bh, S, HAS_START)
                             start = gl.load(starts + S - T + rows, mask=inside, other=S)
                         full = bars.index(Q_FULL + s)
                         mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
                         mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
                         h = hk * KV_GROUP + g0 + g
-                        tma_load(q_desc, [b, m * BM, h, 0], full, qdo_s.index(s))
-                        tma_load(do_desc, [b, m * BM, h, 0], full, qdo_s.index(NB + s))
+                        tma_load(q_desc, [b, m * BM, h, 0], full, smem.qdo.index(s))
+                        tma_load(do_desc, [b, m * BM, h, 0], full, smem.qdo.index(NB + s))
                         high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
                         empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
                         high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
-                        row_s.index(s).store(gl.where(empty, -float("inf"), high))
-                        row_s.index(NB + s).store(low)
+                        smem.row.index(s).store(gl.where(empty, -float("inf"), high))
+                        smem.row.index(NB + s).store(low)
                         if BIAS_BY_MMA:
                             bias = gl.where(empty, -1e30, high / (sm_scale * LOG2E))
-                            _store_parts(qb_s.index(s), bias, row_delta, BM, True)
+                            _store_parts(smem.qb.index(s), bias, row_delta, BM, True)
                             fence_async_shared()
                         else:
-                            row_s.index(2 * NB + s).store(row_delta)
+                            smem.row.index(2 * NB + s).store(row_delta)
                         if SINK > 0:
-                            row_s.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
+                            smem.row.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
                         if HAS_START:
-                            start_s.index(s).store(start)
-                        step_s.index(s).store(one * (m * 32 + g * 2 + masked))
+                            smem.start.index(s).store(start)
+                        smem.step.index(s).store(one * (m * 32 + g * 2 + masked))
                         mbarrier.arrive(full, count=1)
                         it += 1
-        index = gl.atomic_add(COUNTER, 1)
-        _begin_together(index, num_n * num_bh, COUNTER + 1, PER_ROUND)
+        index = gl.atomic_add(counter, 1)
+        _begin_together(index, num_n * num_bh, counter + 1, CUT.PER_ROUND)
         tiles += 1
     mbarrier.wait(bars.index(HEAD_EMPTY + (chunk & 1)), ((chunk >> 1) & 1) ^ 1)
-    info_s.index((chunk & 1) * INFO + I_INDEX).store(one * -1)
+    smem.info.index((chunk & 1) * INFO + I_INDEX).store(one * -1)
     mbarrier.arrive(bars.index(HEAD_FULL + (chunk & 1)), count=1)

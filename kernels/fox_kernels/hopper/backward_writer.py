@@ -36,9 +36,15 @@ def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, BM: g
 
 
 @gluon.jit
-def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
-           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr,
-           BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
+def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+           CUT: gl.constexpr):  # fmt: skip
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    BM: gl.constexpr = CUT.BM
+    NKV: gl.constexpr = CUT.NKV
+    HEADS: gl.constexpr = CUT.HEADS
+    DETERMINISTIC: gl.constexpr = CUT.DETERMINISTIC
+    dq_desc, dk_desc, dv_desc = written
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # heads that a horizon ends at different query tiles are not visited in turn: no looking ahead
     EACH: gl.constexpr = HAS_START == 2 and HEADS > 1
@@ -48,7 +54,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
     tiles = 0
     chunk = 0
     mbarrier.wait(bars.index(HEAD_FULL), 0)
-    index = scalar(info_s.index(I_INDEX))
+    index = scalar(smem.info.index(I_INDEX))
     while index >= 0:
         n, bhk = key_tile(index, num_n, num_bh, group)
         b = bhk // (H // KV_GROUP)
@@ -58,8 +64,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             bh0 = b * H + hk * KV_GROUP + g0
             slot = chunk & 1
             mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
-            lo = scalar(info_s.index(slot * INFO + I_LO))
-            hi = scalar(info_s.index(slot * INFO + I_HI))
+            lo = scalar(smem.info.index(slot * INFO + I_LO))
+            hi = scalar(smem.info.index(slot * INFO + I_HI))
             now = -1 + 0 * n
             turn = n
             last = gl.maximum(hi - 1, 0)
@@ -68,53 +74,53 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             if HAS_START:
                 for g in range(heads):
                     if EACH:
-                        whole = whole & (scalar(info_s.index(slot * INFO + I_HEADS + g)) == hi)
-                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_START, BM) == 0)
+                        whole = whole & (scalar(smem.info.index(slot * INFO + I_HEADS + g)) == hi)
+                    whole = whole & (_first(last, b, bh0 + g, num_m, edges.start, tile_lo, T, S, HAS_START, BM) == 0)
             if DETERMINISTIC and not (EACH or whole):
-                turn = n - _first(last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, BM)
+                turn = n - _first(last, b, bh0, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
                 for g in range(heads):
                     bh = bh0 + g
                     visited = 0 * m == 0
                     if EACH:
-                        visited = whole | (m < scalar(info_s.index(slot * INFO + I_HEADS + g)))
+                        visited = whole | (m < scalar(smem.info.index(slot * INFO + I_HEADS + g)))
                     if visited:
                         rows = bh * T_PAD + m * BM
-                        ticket = TICKET + bh * num_m + m
+                        ticket = tickets + bh * num_m + m
                         more = g + 1 < heads
                         ahead = gl.where(more, m, gl.maximum(m - 1, lo))
                         after = gl.where(more, bh + 1, bh0)
                         later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                             if EACH and not whole:
-                                turn = n - _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, BM)
+                                turn = n - _first(m, b, bh, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
                                 now = -1 + 0 * n
                             while now < turn:
                                 now = acquire(ticket)
                             if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
-                                later = n - _first(ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, BM)
+                                later = n - _first(ahead, b, after, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
                         if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
                             for w in gl.static_range(2):
-                                tma_store(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                                tma_store(dq_desc, [rows + w * down, w * across], smem.dq.index(w))
                         else:
                             for w in gl.static_range(2):
-                                tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                                tma_reduce_add(dq_desc, [rows + w * down, w * across], smem.dq.index(w))
                         # while those run, and before the release: row sums are added in turn, too
                         # all queries', of each half of the keys
                         sums = gl.zeros([BM], gl.float32, layout=VEC)
                         for part in gl.static_range(8):  # of 16 keys
-                            place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
+                            place = smem.sum.index(step % (smem.sum.shape[0] // 2) * 2 + part // 4)
                             sums += place.slice(part % 4 * BM, BM).load(VEC)
-                        gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
+                        gl.atomic_add(sums_of.row_sum + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
                         tma.store_wait(0)
                         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
                         if DETERMINISTIC:
                             if whole or not EACH:
-                                now = acquire(TICKET + after * num_m + ahead)  # while this one's sums land
+                                now = acquire(tickets + after * num_m + ahead)  # while this one's sums land
                             turn = later
                             gl.inline_asm_elementwise(
                                 "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
@@ -129,18 +135,18 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             for g in range(heads):
                 for w in gl.static_range(2):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
-                    column = key_s.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
+                    column = smem.key.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
                     if SINK > 0:
-                        column = gl.where(live_s.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
-                    gl.store(DC + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
+                        column = gl.where(smem.live.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
+                    gl.store(sums_of.dc + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
             mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
             chunk += 1
         kv = tiles % NKV
         for w in gl.static_range(2):
-            tma_store(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
-            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
+            tma_store(dk_desc, [b, n * BN + w * 64, hk, 0], smem.kv.index(kv * 4 + w))
+            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], smem.kv.index(kv * 4 + 2 + w))
         tma.store_wait(0)
         mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
         tiles += 1
         mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
-        index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
+        index = scalar(smem.info.index((chunk & 1) * INFO + I_INDEX))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.blocks import LOG2_E
+from ..common.groups import Gates
 from ..common.horizon import found_edges
 from ..host.device import capability, processors, triton_version
 from ..host.launch import Runner, names_of
@@ -180,6 +181,22 @@ def halved(shape: Shape, T: int, S: int) -> bool:
     return (shape.columns, shape.rest) == (64, 0) and 64 * shape.consumers == shape.keys == 128 and (S - T) % 128 == 0
 
 
+class ForwardCut(NamedTuple):
+    """What the kernel is compiled for: the problem's edges, sinks and offset, and the `Shape`."""
+
+    HAS_START: int  # `edge_kind`
+    SINK: int
+    NC: int
+    BN: int
+    D: int
+    DX: int
+    NB: int
+    ACROSS: bool  # queries and keys are offset by other than whole warpgroups' rows
+    HALF: bool  # `halved`
+    HAS_RESIDUAL: bool
+    REGISTERS: int
+
+
 class ForwardPlan(NamedTuple):
     """How to launch a forward; the same for all calls with tensors of one kind."""
 
@@ -207,12 +224,12 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     blocks = [blocks_of(x, rows, shape.columns, like) for x, rows, like in by_tma]
     if shape.rest:
         blocks += [blocks_of(x, rows, shape.rest, like) for x, rows, like in by_tma]
-    named = {
-        "HAS_START": started, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
-        "DX": shape.rest, "NB": shape.stages, "ACROSS": (S - T) % 64 > 0, "HALF": halved(shape, T, S),
-        "HAS_RESIDUAL": residual, "REGISTERS": shape.registers,
-    }  # fmt: skip
-    launch = Launch(fox_forward, min(tiles * B * H, processors(q.device)), named, blocks)
+    cut = ForwardCut(
+        HAS_START=started, SINK=sink, NC=shape.consumers, BN=shape.keys, D=shape.columns, DX=shape.rest,
+        NB=shape.stages, ACROSS=(S - T) % 64 > 0, HALF=halved(shape, T, S), HAS_RESIDUAL=residual,
+        REGISTERS=shape.registers,
+    )  # fmt: skip
+    launch = Launch(fox_forward, min(tiles * B * H, processors(q.device)), {"CUT": cut}, blocks)
     copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
     numbers = {"T": T, "S": S, "H": H, "KV_GROUP": H // Hkv, "num_m": tiles, "num_bh": B * H, "group": group}
     absent = {} if shape.rest else dict.fromkeys(("qx_desc", "kx_desc", "vx_desc", "ox_desc", "rx_desc"))
@@ -258,7 +275,7 @@ def launch_forward(
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     by_tma = (q, k, v, o, o if residual is None else residual)
     plan.launch(
-        *by_tma * (1 + plan.rest), C_HI=c_hi, C_LO=c_lo, L=lse2, START=None if starts is None else starts[0],
-        COUNTER=counter, scale=scale * LOG2_E, **plan.numbers,
+        *by_tma * (1 + plan.rest), c=Gates(c_hi, c_lo), lse=lse2, start=None if starts is None else starts[0],
+        counter=counter, scale=scale * LOG2_E, **plan.numbers,
     )  # fmt: skip
     return o, lse2

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .forward_masked import half_block, masked_block
+from .forward_masked import Rows, half_block, masked_block
 from .forward_producer import edges_of, key_blocks
 from .forward_softmax import lost, row_sums, scores, sees_whole, softmax, times_v, widened
 from .gluon_names import thread_barrier, tma_store
@@ -34,25 +34,30 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _next(n_s, n_full, n_empty, tiles):
+def _next(smem, bars, tiles):
     """The next tile as the producer says: whether there is one, its place in the rows, batch and head."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = tiles & 1
-    mbarrier.wait(n_full.index(slot), (tiles >> 1) & 1)
-    more = gl.max(n_s.index(slot * 4).load(L), 0)
-    m = gl.max(n_s.index(slot * 4 + 1).load(L), 0)
-    b = gl.max(n_s.index(slot * 4 + 2).load(L), 0)
-    h = gl.max(n_s.index(slot * 4 + 3).load(L), 0)
-    mbarrier.arrive(n_empty.index(slot), count=1)
+    mbarrier.wait(bars.n_full.index(slot), (tiles >> 1) & 1)
+    more = gl.max(smem.n.index(slot * 4).load(L), 0)
+    m = gl.max(smem.n.index(slot * 4 + 1).load(L), 0)
+    b = gl.max(smem.n.index(slot * 4 + 2).load(L), 0)
+    h = gl.max(smem.n.index(slot * 4 + 3).load(L), 0)
+    mbarrier.arrive(bars.n_empty.index(slot), count=1)
     return more, m, b, h
 
 
 @gluon.jit
-def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-              rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
-              n_empty, scale, T, S, H, HAS_START: gl.constexpr, SINK: gl.constexpr,
-              NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-              QB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
+def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr, QB: gl.constexpr):
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    NC: gl.constexpr = CUT.NC
+    BN: gl.constexpr = CUT.BN
+    D: gl.constexpr = CUT.D
+    DX: gl.constexpr = CUT.DX
+    NB: gl.constexpr = CUT.NB
+    ACROSS: gl.constexpr = CUT.ACROSS
+    o_desc, ox_desc, r_desc, rx_desc = written
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -62,16 +67,16 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     PX_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=X_L, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = smem.q.dtype
     zero = gl.zeros([64, BN], gl.float32, layout=S_L)
-    o_buf = o_s.index(w).reshape([64, D])
+    o_buf = smem.o.index(w).reshape([64, D])
     if DX:
-        ox_buf = ox_s.index(w).reshape([64, DX])
+        ox_buf = smem.ox.index(w).reshape([64, DX])
     if w == NC - 1:
         _turn(w, NC, True)
     it = 0
     tiles = 0
-    more, m, b, h = _next(n_s, n_full, n_empty, 0)
+    more, m, b, h = _next(smem, bars, 0)
     while more > 0:
         bh = b * H + h
         row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = key_blocks(
@@ -88,15 +93,16 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
         acc_x = gl.zeros([64, DX if DX else 8], gl.float32, layout=X_L)
 
         q_slot = tiles % QB * NC + w
-        mbarrier.wait(q_full.index(q_slot), (tiles // QB) & 1)
-        decay = d_s.index(q_slot).load(ROW)
-        decay_lo = dl_s.index(q_slot).load(ROW)
+        mbarrier.wait(bars.q_full.index(q_slot), (tiles // QB) & 1)
+        decay = smem.d.index(q_slot).load(ROW)
+        decay_lo = smem.dl.index(q_slot).load(ROW)
+        facts = Rows(ends, start, decay, decay_lo)
         skipped = nb_hi - gl.minimum((row0 + w * 64 + 63 + S - T) // BN + 1, nb_hi)
         if skipped > 0:  # a block behind all rows of this warpgroup
-            mbarrier.wait(k_full.index(it % NB), (it // NB) & 1)
-            mbarrier.arrive(k_empty.index(it % NB), count=1)
-            mbarrier.wait(v_full.index(it % NB), (it // NB) & 1)
-            mbarrier.arrive(v_empty.index(it % NB), count=1)
+            mbarrier.wait(bars.k_full.index(it % NB), (it // NB) & 1)
+            mbarrier.arrive(bars.k_empty.index(it % NB), count=1)
+            mbarrier.wait(bars.v_full.index(it % NB), (it // NB) & 1)
+            mbarrier.arrive(bars.v_empty.index(it % NB), count=1)
             _turn(w, NC, False)
             _turn(w, NC, True)
             it += 1
@@ -108,35 +114,35 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
             last = gl.minimum(skipped + (first_row + 63) // BN - first_row // BN, n_main - 1)
             for i in range(skipped, last):
                 s = it % NB
-                p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - i, q_s, k_s, qx_s, kx_s, b_s,
-                                                  bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale,
-                                                  m_i, l_i, HAS_START, SINK, S_L, BN, BN, D, DX)  # fmt: skip
+                p, alpha, m_i, l_i = masked_block(
+                    q_slot, s, (it // NB) & 1, nb_hi - 1 - i, smem, bars, facts, zero, scale, m_i, l_i, S_L, BN, CUT
+                )
                 rounded = p.to(dtype)
-                mbarrier.wait(v_full.index(s), (it // NB) & 1)
+                mbarrier.wait(bars.v_full.index(s), (it // NB) & 1)
                 lost_of_p = (p - widened(rounded)).to(dtype)
-                acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
-                acc, acc_x = times_v(rounded, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
-                mbarrier.arrive(v_empty.index(s), count=1)
+                acc, acc_x = times_v(lost_of_p, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+                acc, acc_x = times_v(rounded, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+                mbarrier.arrive(bars.v_empty.index(s), count=1)
                 _turn(w, NC, False)
                 _turn(w, NC, True)
                 it += 1
         s = it % NB
-        if HALF and w == 0:  # the keys of the second half lie behind all rows of this warpgroup
-            pr, m_i, l_i, acc = half_block(q_slot, s, (it // NB) & 1, nb_hi - 1, q_s, k_s, v_s, b_s, bl_s, k_full,
-                                           k_empty, v_full, ends, start, decay, decay_lo, scale, m_i, l_i, acc,
-                                           HAS_START, SINK, P_L, BN, D)  # fmt: skip
+        if CUT.HALF and w == 0:  # the keys of the second half lie behind all rows of this warpgroup
+            pr, m_i, l_i, acc = half_block(
+                q_slot, s, (it // NB) & 1, nb_hi - 1, smem, bars, facts, scale, m_i, l_i, acc, P_L, CUT
+            )
         else:
-            p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - last, q_s, k_s, qx_s, kx_s, b_s,
-                                              bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale, m_i,
-                                              l_i, HAS_START, SINK, S_L, BN, BN, D, DX)  # fmt: skip
+            p, alpha, m_i, l_i = masked_block(
+                q_slot, s, (it // NB) & 1, nb_hi - 1 - last, smem, bars, facts, zero, scale, m_i, l_i, S_L, BN, CUT
+            )
             if ACROSS:
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
                 if DX:
                     acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
             rounded = p.to(dtype)
             lost_of_p = (p - widened(rounded)).to(dtype)
-            mbarrier.wait(v_full.index(s), (it // NB) & 1)
-            acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+            mbarrier.wait(bars.v_full.index(s), (it // NB) & 1)
+            acc, acc_x = times_v(lost_of_p, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
             pr = gl.convert_layout(rounded, P_L)
 
         if NC == 3:  # else the compiler puts a barrier in front of every wait for v below
@@ -152,33 +158,33 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
             # an opaque zero keeps loop-invariant matrix descriptors from being hoisted into registers
             z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
             s = it % NB + z
-            mbarrier.wait(k_full.index(s), (it // NB) & 1)
+            mbarrier.wait(bars.k_full.index(s), (it // NB) & 1)
             if NC == 3:
-                mbarrier.wait(v_full.index(v_slot), v_phase)
+                mbarrier.wait(bars.v_full.index(v_slot), v_phase)
             _turn(w, NC, False)
             qk = warpgroup_mma(
-                q_s.index(q_slot + z).reshape([64, D]),
-                k_s.index(s).reshape([BN, D]).permute((1, 0)),
+                smem.q.index(q_slot + z).reshape([64, D]),
+                smem.k.index(s).reshape([BN, D]).permute((1, 0)),
                 zero,
                 use_acc=False,
                 is_async=True,
             )
             if DX:
-                qx = qx_s.index(q_slot + z).reshape([64, DX])
-                qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
+                qx = smem.qx.index(q_slot + z).reshape([64, DX])
+                qk = warpgroup_mma(qx, smem.kx.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
             whole = sees_whole(n, first_end, clean_lo, BN)
             # zeros for a block whose bias is added exactly
-            ones = qb_s.index(whole.to(gl.int32))
-            qk = warpgroup_mma(ones, kb_s.index(s).permute((1, 0)), qk, is_async=True)
+            ones = smem.qb.index(whole.to(gl.int32))
+            qk = warpgroup_mma(ones, smem.kb.index(s).permute((1, 0)), qk, is_async=True)
             if NC < 3:
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-            acc = warpgroup_mma(pr, v_s.index(v_slot).reshape([BN, D]), acc, is_async=True)
+                mbarrier.wait(bars.v_full.index(v_slot), v_phase)
+            acc = warpgroup_mma(pr, smem.v.index(v_slot).reshape([BN, D]), acc, is_async=True)
             if DX:
                 pr_x = gl.convert_layout(pr, PX_L)
-                acc_x = warpgroup_mma(pr_x, vx_s.index(v_slot).reshape([BN, DX]), acc_x, is_async=True)
+                acc_x = warpgroup_mma(pr_x, smem.vx.index(v_slot).reshape([BN, DX]), acc_x, is_async=True)
             _turn(w, NC, True)
             qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
-            x, rest = scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, whole, HAS_START,
+            x, rest = scores(qk, smem.b.index(s), smem.bl.index(s), n, ends, start, decay, decay_lo, whole, HAS_START,
                              SINK, S_L, BN)  # fmt: skip
             p, alpha, m_i, l_i = softmax(x, scale, rest, m_i, l_i, BN)
             if DX:
@@ -186,27 +192,27 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
                 acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
             else:
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(k_empty.index(s), count=1)
-            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            mbarrier.arrive(bars.k_empty.index(s), count=1)
+            mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
             pr = gl.convert_layout(p.to(dtype), P_L)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        mbarrier.arrive(bars.q_empty.index(q_slot), count=1)
 
         # the last weights times V; the next tile meanwhile
         s = it % NB
-        mbarrier.wait(v_full.index(s), (it // NB) & 1)
-        acc = warpgroup_mma(pr, v_s.index(s).reshape([BN, D]), acc, is_async=True)
+        mbarrier.wait(bars.v_full.index(s), (it // NB) & 1)
+        acc = warpgroup_mma(pr, smem.v.index(s).reshape([BN, D]), acc, is_async=True)
         if DX:
             pr_x = gl.convert_layout(pr, PX_L)
-            acc_x = warpgroup_mma(pr_x, vx_s.index(s).reshape([BN, DX]), acc_x, is_async=True)
+            acc_x = warpgroup_mma(pr_x, smem.vx.index(s).reshape([BN, DX]), acc_x, is_async=True)
         it += 1
         tiles += 1
-        more, m, b_next, h_next = _next(n_s, n_full, n_empty, tiles)
+        more, m, b_next, h_next = _next(smem, bars, tiles)
         if DX:
             acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(s), count=1)
+        mbarrier.arrive(bars.v_empty.index(s), count=1)
         l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
         inv = gl.where(l_i == 0, 0.0, 1.0 / l_i)  # a NaN goes on
         gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i)), mask=rows < T)
@@ -217,19 +223,19 @@ def consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, 
             acc_x = acc_x * gl.convert_layout(inv, gl.SliceLayout(1, X_L))[:, None]
             ox_buf.store(acc_x.to(dtype))
         fence_async_shared()
-        tma_store(o_desc, [b, row0 + w * 64, h, 0], o_s.index(w))
+        tma_store(o_desc, [b, row0 + w * 64, h, 0], smem.o.index(w))
         if DX:
-            tma_store(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
-        if HAS_RESIDUAL:
+            tma_store(ox_desc, [b, row0 + w * 64, h, D], smem.ox.index(w))
+        if CUT.HAS_RESIDUAL:
             if D == 128:  # no room for a buffer of its own
                 tma.store_wait(0)
-            r_s.index(w).reshape([64, D]).store(lost(acc, dtype))
+            smem.r.index(w).reshape([64, D]).store(lost(acc, dtype))
             if DX:
-                rx_s.index(w).reshape([64, DX]).store(lost(acc_x, dtype))
+                smem.rx.index(w).reshape([64, DX]).store(lost(acc_x, dtype))
             fence_async_shared()
-            tma_store(r_desc, [b, row0 + w * 64, h, 0], r_s.index(w))
+            tma_store(r_desc, [b, row0 + w * 64, h, 0], smem.r.index(w))
             if DX:
-                tma_store(rx_desc, [b, row0 + w * 64, h, D], rx_s.index(w))
+                tma_store(rx_desc, [b, row0 + w * 64, h, D], smem.rx.index(w))
 
         b = b_next
         h = h_next

@@ -10,6 +10,8 @@ whose o is largest, the weights meet V in two parts of 16 bits. While a tile is 
 one's queries and first blocks.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -20,13 +22,51 @@ from .forward_producer import producer
 PRODUCER_WARPS = gl.constexpr(4)
 
 
+class Memory(NamedTuple):
+    """Buffers in shared memory; x: of the head dim's second block of columns, where there is one."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    r: Any  # the rounding error of o
+    qx: Any
+    kx: Any
+    vx: Any
+    ox: Any
+    rx: Any
+    d: Any  # each row's decay and its remainder
+    dl: Any
+    b: Any  # each key's bias and its remainder
+    bl: Any
+    kb: Any  # the bias as 16 more columns of k, and q's against them
+    qb: Any
+    n: Any  # of two tiles, the next one: is there one, m, b, h
+
+
+class Barriers(NamedTuple):
+    """Of the slots of q, k and v, and of the next tile."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    n_full: Any
+    n_empty: Any
+
+
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
-def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, C_HI, C_LO, L,
-                START, COUNTER, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr,
-                SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
-                NB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                REGISTERS: gl.constexpr):  # fmt: skip
+def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, c, lse, start,
+                counter, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
+    NC: gl.constexpr = CUT.NC
+    BN: gl.constexpr = CUT.BN
+    D: gl.constexpr = CUT.D
+    DX: gl.constexpr = CUT.DX
+    NB: gl.constexpr = CUT.NB
+    HAS_RESIDUAL: gl.constexpr = CUT.HAS_RESIDUAL
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QB: gl.constexpr = 2 if D == 64 and DX == 0 else 1  # slots of q
@@ -83,37 +123,20 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
     for i in gl.static_range(2):
         mbarrier.init(n_full.index(i), count=1)
         mbarrier.init(n_empty.index(i), count=NC)
+    smem = Memory(q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s, rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s)
+    bars = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty)
+    written = (o_desc, ox_desc, r_desc, rx_desc)
+    read = (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc)
     if NC == 2:
         gl.warp_specialize([
-        (consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-                     rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
-                     HALF, HAS_RESIDUAL)),
-        (consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-                     rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
-                     HALF, HAS_RESIDUAL)),
-        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s,
-                    qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, SINK, NC, BN,
-                    D, DX, NB, QB)),
-        ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
+            (consumer, (0, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (1, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
+            (producer, (read, c, start, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
+        ], [4, PRODUCER_WARPS], [CUT.REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-                     rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
-                     HALF, HAS_RESIDUAL)),
-        (consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-                     rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
-                     HALF, HAS_RESIDUAL)),
-        (consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
-                     rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
-                     HALF, HAS_RESIDUAL)),
-        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s,
-                    qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, SINK, NC, BN,
-                    D, DX, NB, QB)),
-        ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 32])  # fmt: skip
+            (consumer, (0, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (1, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (2, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
+            (producer, (read, c, start, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
+        ], [4, 4, PRODUCER_WARPS], [CUT.REGISTERS, CUT.REGISTERS, 32])  # fmt: skip

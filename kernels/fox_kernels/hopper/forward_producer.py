@@ -86,27 +86,32 @@ def key_blocks(m, b, bh, START, T, S, HAS_START: gl.constexpr, SINK: gl.constexp
 
 
 @gluon.jit
-def _hand_over(index, n_s, n_full, n_empty, tiles, one, num_m, num_bh, group, H):
+def _hand_over(index, smem, bars, tiles, one, num_m, num_bh, group, H):
     """Tell the consumers the next tile: whether there is one, its place in the rows, batch and head."""
     m, bh = tile_of(index, num_m, num_bh, group)
     b = bh // H
     h = bh - b * H
     slot = tiles & 1
-    mbarrier.wait(n_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
-    n_s.index(slot * 4).store(one * (index < num_m * num_bh).to(gl.int32))
-    n_s.index(slot * 4 + 1).store(one * m)
-    n_s.index(slot * 4 + 2).store(one * b)
-    n_s.index(slot * 4 + 3).store(one * h)
-    mbarrier.arrive(n_full.index(slot), count=1)
+    mbarrier.wait(bars.n_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
+    smem.n.index(slot * 4).store(one * (index < num_m * num_bh).to(gl.int32))
+    smem.n.index(slot * 4 + 1).store(one * m)
+    smem.n.index(slot * 4 + 2).store(one * b)
+    smem.n.index(slot * 4 + 3).store(one * h)
+    mbarrier.arrive(bars.n_full.index(slot), count=1)
     return m, b, h
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s, qx_s,
-             kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
-             n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr,
-             SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
-             NB: gl.constexpr, QB: gl.constexpr):  # fmt: skip
+def producer(read, c, START, COUNTER, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr,
+             QB: gl.constexpr):  # fmt: skip
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    NC: gl.constexpr = CUT.NC
+    BN: gl.constexpr = CUT.BN
+    D: gl.constexpr = CUT.D
+    DX: gl.constexpr = CUT.DX
+    NB: gl.constexpr = CUT.NB
+    q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc = read
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
@@ -114,15 +119,15 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
     it = 0
     tiles = 0
     index = gl.program_id(0)
-    m, b, h = _hand_over(index, n_s, n_full, n_empty, 0, one, num_m, num_bh, group, H)
+    m, b, h = _hand_over(index, smem, bars, 0, one, num_m, num_bh, group, H)
     while index < num_tiles:
         bh = b * H + h
         hk = h // KV_GROUP
         row0, first_end, nb_hi, n_main, sb_hi, n_all, _clean_lo = key_blocks(
             m, b, bh, START, T, S, HAS_START, SINK, BM, BN
         )
-        c_hi = C_HI + bh.to(gl.int64) * S
-        c_lo = C_LO + bh.to(gl.int64) * S
+        c_hi = c.hi + bh.to(gl.int64) * S
+        c_lo = c.lo + bh.to(gl.int64) * S
         ref_hi = gl.load(c_hi + first_end)
         ref_lo = gl.load(c_lo + first_end)
         for w in gl.static_range(NC):
@@ -130,16 +135,16 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             rows = row0 + w * 64 + gl.arange(0, 64, layout=VEC)
             row_hi = gl.load(c_hi + S - T + rows, mask=rows < T, other=0.0)
             row_lo = gl.load(c_lo + S - T + rows, mask=rows < T, other=0.0)
-            full = q_full.index(slot)
-            mbarrier.wait(q_empty.index(slot), ((tiles // QB) & 1) ^ 1)
+            full = bars.q_full.index(slot)
+            mbarrier.wait(bars.q_empty.index(slot), ((tiles // QB) & 1) ^ 1)
             mbarrier.expect(full, q_desc.block_type.nbytes + (qx_desc.block_type.nbytes if DX else 0))
-            tma_load(q_desc, [b, row0 + w * 64, h, 0], full, q_s.index(slot))
+            tma_load(q_desc, [b, row0 + w * 64, h, 0], full, smem.q.index(slot))
             if DX:
-                tma_load(qx_desc, [b, row0 + w * 64, h, D], full, qx_s.index(slot))
+                tma_load(qx_desc, [b, row0 + w * 64, h, D], full, smem.qx.index(slot))
             decay, decay_lo = difference(row_hi, row_lo, ref_hi, ref_lo)
             decay, decay_lo = over(decay, decay_lo, scale)
-            d_s.index(slot).store(decay)
-            dl_s.index(slot).store(decay_lo)
+            smem.d.index(slot).store(decay)
+            smem.dl.index(slot).store(decay_lo)
             mbarrier.arrive(full, count=1)
         tiles += 1
         ahead = gl.maximum(n_all - NB, 1) - 1
@@ -154,25 +159,25 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             offs_n = n * BN + gl.arange(0, BN, layout=VEC)
             hi = gl.load(c_hi + offs_n, mask=offs_n < S, other=0.0)
             lo = gl.load(c_lo + offs_n, mask=offs_n < S, other=0.0)
-            mbarrier.wait(k_empty.index(s), ph)
-            mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes + (kx_desc.block_type.nbytes if DX else 0))
-            tma_load(k_desc, [b, n * BN, hk, 0], k_full.index(s), k_s.index(s))
+            mbarrier.wait(bars.k_empty.index(s), ph)
+            mbarrier.expect(bars.k_full.index(s), k_desc.block_type.nbytes + (kx_desc.block_type.nbytes if DX else 0))
+            tma_load(k_desc, [b, n * BN, hk, 0], bars.k_full.index(s), smem.k.index(s))
             if DX:
-                tma_load(kx_desc, [b, n * BN, hk, D], k_full.index(s), kx_s.index(s))
+                tma_load(kx_desc, [b, n * BN, hk, D], bars.k_full.index(s), smem.kx.index(s))
             bias, bias_lo = difference(ref_hi, ref_lo, hi, lo)
             bias, bias_lo = over(bias, bias_lo, scale)
-            b_s.index(s).store(bias)
-            bl_s.index(s).store(bias_lo)
-            _store_parts(kb_s.index(s), bias, BN)
-            mbarrier.arrive(k_full.index(s), count=1)
-            mbarrier.wait(v_empty.index(s), ph)
-            mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))
-            tma_load(v_desc, [b, n * BN, hk, 0], v_full.index(s), v_s.index(s))
+            smem.b.index(s).store(bias)
+            smem.bl.index(s).store(bias_lo)
+            _store_parts(smem.kb.index(s), bias, BN)
+            mbarrier.arrive(bars.k_full.index(s), count=1)
+            mbarrier.wait(bars.v_empty.index(s), ph)
+            mbarrier.expect(bars.v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))
+            tma_load(v_desc, [b, n * BN, hk, 0], bars.v_full.index(s), smem.v.index(s))
             if DX:
-                tma_load(vx_desc, [b, n * BN, hk, D], v_full.index(s), vx_s.index(s))
+                tma_load(vx_desc, [b, n * BN, hk, D], bars.v_full.index(s), smem.vx.index(s))
             it += 1
             if i == ahead:
                 index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
-                m, b_next, h_next = _hand_over(index, n_s, n_full, n_empty, tiles, one, num_m, num_bh, group, H)
+                m, b_next, h_next = _hand_over(index, smem, bars, tiles, one, num_m, num_bh, group, H)
         b = b_next
         h = h_next
