@@ -16,7 +16,7 @@ ORDER = (
 )
 KERNELS_ORDER = (
     *("determinism", "options", "saved_checkpoints", "host", "arguments", "chunked", "reference", "chunked_operator"),
-    *("common", "plain", "layer", "hopper", "decoding", "forward_backward", "autograd", "choose_backend", "api"),
+    *("common", "triton", "layer", "hopper", "decoding", "forward_backward", "autograd", "choose_backend", "api"),
 )
 """Rooms from the ground up: each may import itself and those before it."""
 FREE = ("cli",)

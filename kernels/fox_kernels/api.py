@@ -1,4 +1,4 @@
-"""The operator: what it takes, and the call of the backend that `choose_backend` picks."""
+"""The operator: its arguments, and the call of the backend that `choose_backend` picks."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the operators take: arguments, checked once for every implementation, and options as these read them."""
+"""Checks of the operators' arguments, once for every implementation, and their options resolved."""
 
 import functools
 import numbers

@@ -18,8 +18,8 @@ from .common.horizon import found_edges
 from .decoding import planner
 from .host.device import on_device
 from .options import Backend, Documents, Options, Saved
-from .plain.backward import launch_backward
-from .plain.forward import launch_forward
+from .triton.backward import launch_backward
+from .triton.forward import launch_forward
 
 
 @functools.cache

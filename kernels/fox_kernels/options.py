@@ -20,9 +20,9 @@ class Options(NamedTuple):
 class Documents(NamedTuple):
     """Where documents begin: cu_seqlens (N + 1,) packed ones, seq_start (B,) after left padding.
 
-    edges is what `common.edges.edges` returns for these or, for the Hopper kernels with a horizon, what
-    `common.horizon.edges_within` does; None where it is not known yet. first_seen (B, H, T) is what
-    `common.horizon.first_seen` returns, None without a horizon.
+    edges comes from `common.edges.edges` or, for the Hopper kernels with a horizon, from
+    `common.horizon.edges_within`; None where it is not known yet. first_seen (B, H, T) comes from
+    `common.horizon.first_seen`, None without a horizon.
     """
 
     cu_seqlens: Tensor | None = None

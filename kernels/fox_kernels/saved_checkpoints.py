@@ -1,4 +1,4 @@
-"""What code saved beside checkpoints asks of this package, and it no longer has.
+"""Names and options that code saved beside checkpoints asks of this package, and it no longer has.
 
 The fused functions were modules of their own: `fox_kernels.fused_gate`, ... Each name stands for a module that is
 imported when something is asked of it, so that this needs no Triton. Operators were told what to prune.

@@ -6,13 +6,13 @@ from typing import Any
 
 __all__ = [
     "add_norm", "append", "appends", "available", "decode_at", "decodes_at", "entry", "gate", "gate_rows", "head_norm",
-    "leans", "rotary", "shift", "silu_mul",
+    "rotary", "shift", "silu_mul", "takes_rows",
 ]  # fmt: skip
 
 try:
     from fox_kernels.decoding.append import append, appends
+    from fox_kernels.decoding.elementwise import add_norm, gate_rows, silu_mul, takes_rows
     from fox_kernels.decoding.fixed import decode_at, decodes_at
-    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
     from fox_kernels.layer.entry import entry
     from fox_kernels.layer.gate import gate
     from fox_kernels.layer.norm import head_norm
@@ -37,4 +37,4 @@ except ImportError:
     appends: Any = _never
     available: Any = _never
     decodes_at: Any = _never
-    leans: Any = _never
+    takes_rows: Any = _never

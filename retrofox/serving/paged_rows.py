@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fox_kernels.decoding.lean import gate_rows
+from fox_kernels.decoding.elementwise import gate_rows
 from fox_kernels.host.launch import cdiv, launch, power_of_2
 from fox_kernels.layer.gate import gate_and_logit
 

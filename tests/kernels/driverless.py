@@ -103,8 +103,8 @@ def compare(driver: ctypes.CDLL) -> dict:
     from fox_kernels.hopper import forward as hopper
     from fox_kernels.host.launch import Runner
     from fox_kernels.options import Options
-    from fox_kernels.plain import forward as plain
-    from fox_kernels.plain.tiles import Copies, Tile
+    from fox_kernels.triton import forward as plain
+    from fox_kernels.triton.tiles import Copies, Tile
 
     launched = {}
     run = Runner.__call__

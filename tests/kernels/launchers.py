@@ -11,8 +11,8 @@ import twins
 from cases import Case, draw, errors, gates, results
 from fox_kernels import autograd, decode_attention, forgetting_attention
 from fox_kernels.common import cumsum
-from fox_kernels.plain import backward, forward
-from fox_kernels.plain.tiles import Tile
+from fox_kernels.triton import backward, forward
+from fox_kernels.triton.tiles import Tile
 
 
 def check_nan(device: str, backend: str = "triton") -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from compiling import SHARED_MEMORY, check, compiled, compiled_launch, transposed_dot_results
 from fox_kernels.common import cumsum, edges, first_weights, horizon
 from fox_kernels.options import Documents, Options, Saved
-from fox_kernels.plain import backward, forward, tiles
+from fox_kernels.triton import backward, forward, tiles
 
 KERNELS = ("forward", "dq", "dkdv")
 EVERY_OPTION = {"group": 4, "starts": True, "dlse": True, "horizon": 8.0, "sink": 4, "softcap": 300.0}

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from compiling import SHARED_MEMORY, check, compiled, compiled_launch
 from fox_kernels.decoding import append as append_module
-from fox_kernels.decoding import lean, planner
+from fox_kernels.decoding import elementwise, planner
 from fox_kernels.layer import entry, gate, norm, rotary, shift
 from fox_kernels.options import Options
 
@@ -73,9 +73,9 @@ DECODED = {
 OTHERS = {
     "append with shifts": append(3, 240),
     "append at a length": append(3, 64, at=torch.zeros(1, dtype=torch.int32)),
-    **{f"residual sum and norm, {n}": (lean.add_norm_kernel, {"COLUMNS": n}) for n in (1024, 16384)},
-    "gates of a few rows": (lean.gate_rows_kernel, {"BLOCK": 1024}),
-    "SiLU and product": (lean.silu_mul_kernel, {"BLOCK": lean.BLOCK}),
+    **{f"residual sum and norm, {n}": (elementwise.add_norm_kernel, {"COLUMNS": n}) for n in (1024, 16384)},
+    "gates of a few rows": (elementwise.gate_rows_kernel, {"BLOCK": 1024}),
+    "SiLU and product": (elementwise.silu_mul_kernel, {"BLOCK": elementwise.BLOCK}),
     "norm": (norm.head_norm_kernel, NORM),
     "norm backward": (norm.head_norm_backward_kernel, NORM),
     "norm backward, D = 256": (norm.head_norm_backward_kernel, NORM | {"D": 256, "COLUMNS": 256, "BLOCK": 8}),

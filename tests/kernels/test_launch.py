@@ -89,7 +89,7 @@ def test_a_direct_launch_passes_what_tritons_own_way_passes():
 
 
 def test_arguments_by_name_come_in_the_order_of_the_kernel():
-    from fox_kernels.plain import backward, forward
+    from fox_kernels.triton import backward, forward
 
     for kernel in (forward.forward_kernel, backward.dq_kernel, backward.dkdv_kernel):
         names = {name: name for name in kernel.arg_names}

@@ -9,8 +9,8 @@ from fox_kernels import forgetting_attention, reference
 pytest.importorskip("triton", reason="Triton is not installed here")
 from fox_kernels.common import cumsum, first_weights
 from fox_kernels.options import Options
-from fox_kernels.plain import forward
-from fox_kernels.plain.tiles import Tile
+from fox_kernels.triton import forward
+from fox_kernels.triton.tiles import Tile
 
 # Errors of o in the usual order of sums, computed in torch for the problem below: weights relative to the largest score
 # so far, rounded to 16 bits for the product with v, o divided by their sum before they were rounded.

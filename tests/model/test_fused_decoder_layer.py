@@ -16,7 +16,7 @@ from retrofox.acceleration import fused_decoder_layer as fused
 def twins(monkeypatch) -> list[str]:
     """Lets the fused functions' eager twins run on a CPU; returns what is called."""
     pytest.importorskip("triton")
-    from fox_kernels.decoding import lean as kernels
+    from fox_kernels.decoding import elementwise as kernels
     from fox_kernels.layer.gate import gate_torch
 
     calls: list[str] = []
@@ -34,7 +34,7 @@ def twins(monkeypatch) -> list[str]:
         return gate_torch(x, weight, bias)
 
     monkeypatch.setattr(fused, "gate_rows", gate)
-    monkeypatch.setattr(fused, "leans", lambda x, weight=None: True)
+    monkeypatch.setattr(fused, "takes_rows", lambda x, weight=None: True)
     monkeypatch.setattr(fused, "add_norm", norm)
     monkeypatch.setattr(fused, "silu_mul", product)
     return calls

@@ -1,6 +1,6 @@
 """Blocks of queries and keys, for the forward and the backward: place, range, mask, rows, gates, scores.
 
-Formulas: `plain.forward`.
+Formulas: `triton.forward`.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ COARSE_CAP = 256.0  # above, tanh by exp2 costs scores more than 1e-5
 UNREACHED_CAP = 1e30  # no score is near: it caps nothing
 
 
-class Rows(NamedTuple):
+class Queries(NamedTuple):
     """Queries of a tile: positions, starts of their documents, first keys of windows or horizons, their gates."""
 
     pos: Any
@@ -33,7 +33,7 @@ class Keys(NamedTuple):
     c: Gates
 
 
-class Walk(NamedTuple):
+class KeyBlocks(NamedTuple):
     """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
     the sinks' own masked blocks [sink_low, sink_high) below low."""
 
@@ -177,7 +177,7 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 def key_range(
     m0, last_pos, S, q_offset, least, greatest, lower, sink, BM: tl.constexpr, BN: tl.constexpr, LOWER: tl.constexpr
 ):
-    """The `Walk` of a query tile."""
+    """The `KeyBlocks` of a query tile."""
     first_pos = q_offset + m0
     high = tl.minimum(S, last_pos + 1)
     full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
@@ -194,24 +194,24 @@ def key_range(
     mid_low = tl.minimum(tl.maximum(tl.cdiv(ragged, BN), low), mid_high)
     sink_low = tl.minimum(least // BN, low)
     sink_high = tl.where(sink > 0, tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low), sink_low)
-    return Walk(low, mid_low, mid_high, high, sink_low, sink_high)
+    return KeyBlocks(low, mid_low, mid_high, high, sink_low, sink_high)
 
 
 @triton.jit
-def masked_blocks(walk):
-    """How many blocks of a walk are masked."""
-    return walk.high - walk.mid_high + walk.mid_low - walk.low + walk.sink_high - walk.sink_low
+def masked_blocks(blocks):
+    """How many of the key blocks are masked."""
+    return blocks.high - blocks.mid_high + blocks.mid_low - blocks.low + blocks.sink_high - blocks.sink_low
 
 
 @triton.jit
-def masked_block(it, walk):
+def masked_block(it, blocks):
     """The it-th masked key block: from the diagonal down, then the low edge, then the sinks."""
-    diagonal = walk.high - walk.mid_high
-    edge = diagonal + walk.mid_low - walk.low
+    diagonal = blocks.high - blocks.mid_high
+    edge = diagonal + blocks.mid_low - blocks.low
     return tl.where(
         it < diagonal,
-        walk.high - 1 - it,
-        tl.where(it < edge, walk.mid_low - 1 - (it - diagonal), walk.sink_low + it - edge),
+        blocks.high - 1 - it,
+        tl.where(it < edge, blocks.mid_low - 1 - (it - diagonal), blocks.sink_low + it - edge),
     )
 
 

@@ -4,7 +4,7 @@
 
 Products take weights of 16 bits. Most of the resulting error of dv comes from the first rows, where few keys share a
 weight of 1: correcting one block of every sequence removes much of it, with open gates half.
-Formulas: `plain.backward`.
+Formulas: `triton.backward`.
 """
 
 import torch

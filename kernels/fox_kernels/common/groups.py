@@ -63,7 +63,7 @@ class Output(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What `plain.dq` writes for `plain.dkdv`: of every query, of every tile of queries, and row sums of ds."""
+    """Written by `triton.dq` for `triton.dkdv`: of every query, of every tile of queries, and row sums of ds."""
 
     rows: Any  # (B, H, 4, T rounded up, so that rows are aligned)
     records: Any  # (B, H, tiles, 2 * queries of a tile + 16)
@@ -71,7 +71,7 @@ class Facts(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a kernel is compiled for, beside its tile."""
+    """The constants that a kernel is compiled for, beside its tile."""
 
     group: int  # query heads to a kv head
     d0: int  # the head dim in two blocks of columns, the second may be 0

@@ -3,7 +3,7 @@
     first_seen_i  = min {j : c_j < c_i + horizon, j > i - window} <= i      unseen_from_j = #{i : first_seen_i <= j}
 
 c falls, so both never fall along a row, and binary searches find them; a query whose c is NaN is left its own key. The
-plain kernels take these, and see to sinks, which are visible beyond a horizon. The Hopper kernels take the edges of
+Triton kernels take these, and see to sinks, which are visible beyond a horizon. The Hopper kernels take the edges of
 documents and windows narrowed by the horizon, per head. The forward saves either for its backward: both hide the same
 keys.
 """

@@ -17,7 +17,7 @@ from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
 from ..options import Options
-from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
+from ..triton.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import CacheStrides, Parts, Tile, merge_kernel, split_kernel
 from .search import search_kernel, search_steps
 

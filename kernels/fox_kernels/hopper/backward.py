@@ -10,7 +10,7 @@ from ..common.groups import Gates
 from ..common.horizon import found_edges
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
-from ..plain.backward import launch_backward as plain_backward
+from ..triton.backward import launch_backward as plain_backward
 from .forward import (
     Blocks,
     Launch,

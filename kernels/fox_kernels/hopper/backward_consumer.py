@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.blocks import LOG2E
-from .backward_sums import by_thread, pairs_of_keys, sums_over_keys, sums_over_queries
-from .backward_walk import (
+from .backward_shared import (
     DQ_EMPTY,
     DQ_FULL,
     HEAD_DONE,
@@ -24,6 +23,7 @@ from .backward_walk import (
     key_tile,
     scalar,
 )
+from .backward_sums import by_thread, pairs_of_keys, sums_over_keys, sums_over_queries
 
 # Gluon itself numbers its barriers from 0: one per partition and one to switch. BEHIND: for even and for odd steps;
 # STORED, READ: for each warpgroup's dS and, of two generations, each

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .backward_consumer import DELTA_ONLY, consumer
 from .backward_producer import producer
-from .backward_walk import DQ_EMPTY, DQ_FULL, HEAD_DONE, HEAD_EMPTY, HEAD_FULL, INFO, KV_EMPTY, KV_FULL, Q_FULL
+from .backward_shared import DQ_EMPTY, DQ_FULL, HEAD_DONE, HEAD_EMPTY, HEAD_FULL, INFO, KV_EMPTY, KV_FULL, Q_FULL
 from .backward_writer import writer
 
 

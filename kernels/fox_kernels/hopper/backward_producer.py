@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common.blocks import LOG2E
-from .backward_walk import (
+from .backward_shared import (
     BN,
     HEAD_EMPTY,
     HEAD_FULL,

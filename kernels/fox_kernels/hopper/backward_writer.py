@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .backward_walk import (
+from .backward_shared import (
     BN,
     DQ_EMPTY,
     DQ_FULL,

@@ -60,7 +60,7 @@ class Barriers(NamedTuple):
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
 def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, c, lse, start,
                 counter, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr):  # fmt: skip
-    """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
+    """o, its rounding error, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     NC: gl.constexpr = CUT.NC
     BN: gl.constexpr = CUT.BN
     D: gl.constexpr = CUT.D

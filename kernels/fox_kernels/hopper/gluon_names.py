@@ -1,4 +1,4 @@
-"""What Gluon calls otherwise from one version of Triton to the next, under one name each. Triton 3.6 to 3.9."""
+"""Gluon's names that differ between versions of Triton, under one name each. Triton 3.6 to 3.9."""
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl

@@ -18,9 +18,10 @@ def unit_last(x: torch.Tensor) -> torch.Tensor:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x (B, T, H, D) itself if the tiles' products can take its rows, else a copy: the only copy of an input.
 
-    What `unit_last` lets pass they take in float32; in 16 bits, if its address is a multiple of 16 bytes and its other
-    strides are of 16 elements. Triton 3.6 loads other rows element by element, and on Hopper multiplied them wrongly
-    at head dims in two blocks: o, dq off by half, or an illegal access (80 and 96, H200, tests/kernels/test_gpu.py).
+    float32 accepts any layout that `unit_last` accepts; 16 bits need an address that is a multiple of 16 bytes and
+    other strides that are multiples of 16 elements. Triton 3.6 loads other rows element by element, and on Hopper
+    multiplied them wrongly at head dims in two blocks: o, dq off by half, or an illegal access (80 and 96, H200,
+    tests/kernels/test_gpu.py).
     """
     x = unit_last(x)
     fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])

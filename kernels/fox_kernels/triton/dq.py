@@ -10,7 +10,7 @@ import triton.language as tl
 from ..common.blocks import (
     LOG2E,
     Columns,
-    Rows,
+    Queries,
     c_at,
     gates_of_keys,
     key_range,
@@ -109,7 +109,7 @@ def dq_kernel(
     pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
     lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    walk = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
+    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
 
     mask = m0 + offs_m < T
     do0 = load_rows(do, row_b, row_h, m0, strides.do.token, offs_m, columns.first, T, True, TMA > 1)
@@ -139,7 +139,7 @@ def dq_kernel(
         q1 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.second, T, True, TMA > 1)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sums = tl.zeros([BM, 8], tl.float32)
-    rows = Rows(pos, start, lower, c_at(c, pos, S))
+    rows = Queries(pos, start, lower, c_at(c, pos, S))
     ref = c_at(c, q_offset + m0, S)
     lse = tl.where(empty, 0.0, lse)
 
@@ -165,14 +165,14 @@ def dq_kernel(
     tl.store(row + 3 * TP, lse, mask=mask)
 
     sums = dq0, dq1, row_sums
-    for it in range(masked_blocks(walk)):
-        n0 = masked_block(it, walk) * BN
+    for it in range(masked_blocks(blocks)):
+        n0 = masked_block(it, blocks) * BN
         sums = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, 0.0, lse, delta, c, relative, S,
             sink, scale, sums, True, PROBLEM, TILE)  # fmt: skip
     lse -= (rows.c.hi - ref.hi) + (rows.c.lo - ref.lo)
-    for it in range(walk.mid_high - walk.mid_low):
-        n0 = (walk.mid_high - 1 - it) * BN
+    for it in range(blocks.mid_high - blocks.mid_low):
+        n0 = (blocks.mid_high - 1 - it) * BN
         last = c_at(c, n0 + BN - 1, S)
         lift = (ref.hi - last.hi) + (ref.lo - last.lo)
         sums = _dq_block(

@@ -17,7 +17,7 @@ def close(a, b, dtype) -> None:
 
 
 def check_twins(device: str, dtypes=()) -> None:
-    from fox_kernels.decoding.lean import add_norm, add_norm_torch, gate_rows, silu_mul, silu_mul_torch
+    from fox_kernels.decoding.elementwise import add_norm, add_norm_torch, gate_rows, silu_mul, silu_mul_torch
     from fox_kernels.layer.gate import gate_torch
 
     torch.manual_seed(0)
@@ -34,15 +34,15 @@ def check_twins(device: str, dtypes=()) -> None:
 
 
 def check_refusals(device: str) -> None:
-    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
+    from fox_kernels.decoding.elementwise import add_norm, gate_rows, silu_mul, takes_rows
 
     x, w = torch.randn(2, 1, 64, device=device), torch.ones(64, device=device)
-    assert not leans(x)  # gradients are recorded
+    assert not takes_rows(x)  # gradients are recorded
     with torch.no_grad():
-        assert leans(x, w)
-        assert not leans(x, w.double())
-        assert not leans(x.transpose(0, 2), w)
-        assert not leans(x.expand(2, 500, 64).contiguous(), w)
+        assert takes_rows(x, w)
+        assert not takes_rows(x, w.double())
+        assert not takes_rows(x.transpose(0, 2), w)
+        assert not takes_rows(x.expand(2, 500, 64).contiguous(), w)
         for function, wrong in (
             (add_norm, (x, x[:1], w, 1e-5)),
             (add_norm, (x, None, w[:32], 1e-5)),
@@ -74,7 +74,7 @@ def test_on_a_gpu():
 
 
 def test_without_a_gpu_nothing_leans():
-    from fox_kernels.decoding.lean import leans
+    from fox_kernels.decoding.elementwise import takes_rows
 
     with torch.no_grad():
-        assert not leans(torch.randn(2, 64))
+        assert not takes_rows(torch.randn(2, 64))

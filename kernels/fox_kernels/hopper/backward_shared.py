@@ -1,4 +1,4 @@
-"""What the partitions of the Hopper backward share: barriers, the producer's messages, the order of the key tiles."""
+"""Shared by the partitions of the Hopper backward: barriers, the producer's messages, the order of the key tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -19,7 +19,7 @@ import triton.language as tl
 from ..common.blocks import (
     LOG2_E,
     Columns,
-    Rows,
+    Queries,
     c_at,
     cap_factors,
     cap_kind,
@@ -151,7 +151,7 @@ def forward_kernel(
     pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
     lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    walk = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
+    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
 
     q0 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.first, T, True, TMA > 1)
     q1 = q0
@@ -163,11 +163,11 @@ def forward_kernel(
     none = tl.full([BM], float("-inf"), tl.float32)
     zero = tl.zeros([BM], tl.float32)
     state = Softmax(acc0, acc1, none, none, zero, zero)
-    rows = Rows(pos, start, lower, c_at(c, pos, S))
+    rows = Queries(pos, start, lower, c_at(c, pos, S))
     ref = c_at(c, q_offset + m0, S)
 
-    for it in range(masked_blocks(walk)):
-        n0 = masked_block(it, walk) * BN
+    for it in range(masked_blocks(blocks)):
+        n0 = masked_block(it, blocks) * BN
         state = _attend(
             row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, 0.0, c, relative, relative_row, S, sink,
             scale, state, True, PROBLEM, TILE)  # fmt: skip
@@ -187,9 +187,9 @@ def forward_kernel(
     top = tl.where(top == float("-inf"), top, top - shift)
     state = Softmax(acc0, acc1, top, m, l, weight)
 
-    last = c_at(c, tl.maximum(walk.mid_high * BN - 1, 0), S)
-    for it in range(walk.mid_high - walk.mid_low):
-        n0 = (walk.mid_high - 1 - it) * BN
+    last = c_at(c, tl.maximum(blocks.mid_high * BN - 1, 0), S)
+    for it in range(blocks.mid_high - blocks.mid_low):
+        n0 = (blocks.mid_high - 1 - it) * BN
         if not TILE.gates_by_tma:
             last = c_at(c, n0 + BN - 1, S)
         lift = (ref.hi - last.hi) + (ref.lo - last.lo)

@@ -1,4 +1,4 @@
-"""What stands between the products of a decoding step, a launch each: residual sum and RMS norm, SiLU and product.
+"""Small kernels between the products of a decoding step: residual sum and RMS norm, SiLU and product, gates.
 
     s = x + r,   y = w * round(s / sqrt(mean s^2 + eps))           h = round(silu(gate)) * up
     log f = log sigmoid(W x + b), in float32: a program per row and head, where `layer.gate` fills tiles of 64 rows
@@ -61,7 +61,7 @@ def gate_rows_kernel(x_ptr, w_ptr, b_ptr, log_f_ptr, K, H, BLOCK: tl.constexpr):
     tl.store(log_f_ptr + tl.program_id(0), tl.minimum(z, 0.0) - log1p)
 
 
-def leans(x: Tensor, weight: Tensor | None = None) -> bool:
+def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return whether the kernels take x (..., K): a few rows, contiguous, of weight's dtype, no gradient recorded."""
     if type(x) is not torch.Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling() or not available(x):
         return False
@@ -79,9 +79,13 @@ def add_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
 
-    weight (K,) of x's dtype. Raises ValueError where `leans` is False or shapes differ.
+    weight (K,) of x's dtype. Raises ValueError where `takes_rows` is False or shapes differ.
     """
-    if not leans(x, weight) or weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
+    if (
+        not takes_rows(x, weight)
+        or weight.shape != x.shape[-1:]
+        or (residual is not None and residual.shape != x.shape)
+    ):
         raise ValueError(
             f"add_norm can't run for x {tuple(x.shape)} {x.dtype} on {x.device}, weight {tuple(weight.shape)} "
             f"{weight.dtype}: use add_norm_torch"
@@ -105,9 +109,9 @@ def silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up for contiguous tensors of one shape and dtype.
 
-    Raises ValueError where `leans` is False for gate, or up is not like it.
+    Raises ValueError where `takes_rows` is False for gate, or up is not like it.
     """
-    if not leans(gate) or up.shape != gate.shape or up.dtype != gate.dtype or not up.is_contiguous():
+    if not takes_rows(gate) or up.shape != gate.shape or up.dtype != gate.dtype or not up.is_contiguous():
         raise ValueError(
             f"silu_mul can't run for {tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} "
             f"{up.dtype}: use silu_mul_torch"
@@ -121,10 +125,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return log f (..., H) float32 for a few rows x (..., K); weight (H, K), bias (H,) float32. As `layer.gate.gate`.
 
-    Raises ValueError where `leans` is False or weights don't fit.
+    Raises ValueError where `takes_rows` is False or weights don't fit.
     """
     H, K = weight.shape
-    if not leans(x) or x.shape[-1] != K or bias.shape != (H,) or not weight.dtype == bias.dtype == torch.float32:
+    if not takes_rows(x) or x.shape[-1] != K or bias.shape != (H,) or not weight.dtype == bias.dtype == torch.float32:
         raise ValueError(
             f"gate_rows can't run for x {tuple(x.shape)} {x.dtype} on {x.device} and weights {tuple(weight.shape)} "
             f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}: use layer.gate.gate_torch"
