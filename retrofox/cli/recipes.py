@@ -21,9 +21,10 @@ def ls() -> None:
     from retrofox.config.shipped import shipped
 
     rows = [[recipe.name, *recipe.row()] for recipe in shipped()]
-    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    padded = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*padded, fillvalue="")]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]))
 
 
 @app.command("show")

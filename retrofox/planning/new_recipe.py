@@ -11,7 +11,7 @@ from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of, trained_length
-from retrofox.planning.memory import Setting, memory
+from retrofox.planning.memory import Setting, cpu_memory, memory
 from retrofox.planning.plan import SWITCHES, changes_that_fit, longest_row
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import count_steps
@@ -135,6 +135,8 @@ def _fitting_recipes(
 def _text(fitting: FittingRecipe, shape: Shape, on: Hardware) -> str:
     recipe, stage, setting = fitting.recipe, fitting.recipe.stages[0], fitting.setting
     needed = sum(memory(shape, recipe, stage, setting).values())
+    moved = sum(cpu_memory(shape, recipe, stage, setting).values())
+    beside = f" and {moved / 1e9:.1f} GB of CPU memory" if moved else ""
     hours, file = "unknown", "for this device"
     if on.flops is not None:
         found = hours_of(shape, recipe.lora, stage, stage.tokens, on.flops, setting.gpus, setting.sharding)
@@ -156,6 +158,6 @@ def _text(fitting: FittingRecipe, shape: Shape, on: Hardware) -> str:
 # hardware: {setting.gpus} x {on.name}{several}
 # tokens:   {stage.tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps
 # time:     not run here: {hours} {file}
-# result:   not run here. {fitting.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by `retrofox plan`
+# result:   not run here. {fitting.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f}{beside} by `retrofox plan`
 """
     return comment + write_yaml(fitting.values)
