@@ -36,6 +36,7 @@ def launches(
     found: dict[str, tuple] = {}
 
     def note(kernel, grid, arguments=(), constants=(), *, warps=4, stages=3, **named) -> None:
+        named |= dict(zip(kernel.arg_names, (*arguments, *constants), strict=False))
         found[kernel.fn.__name__] = kernel, named, warps, stages
 
     q = torch.zeros(1, 96, 3 * group, D, dtype=torch.bfloat16)
@@ -107,7 +108,6 @@ def test_with_every_option_on(kernel, D, arch):
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("D", [64, 256, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 128))])
 def test_the_first_block_fits_and_spills_little(D, arch):
-    constants = {"GROUP": 4, "D": D, "WIDTH": 1 << (D - 1).bit_length(), "BLOCK": 64, "SINK": True, "CAP": 2}
-    warps = first_weights.warps_for(constants["WIDTH"])
-    binary = compiled(first_weights.first_block_kernel, constants, arch, warps, stages=1)
+    function, named, warps, stages = launches(D, arch, group=4, sink=4, softcap=300.0)["first_block_kernel"]
+    binary = compiled_launch(function, named, arch, warps, stages)
     check(binary, arch, 48 if (arch, D) == (90, 256) else 0)

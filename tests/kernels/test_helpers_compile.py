@@ -115,7 +115,7 @@ def test_fits_and_spills_nothing(name, arch):
         check(compiled_launch(function, constants, arch, warps=1), arch)
         return
     warps, stages = constants.get("num_warps", 4), constants.get("num_stages", 3)
-    types: dict[str, str] = {}
+    types: dict = {"strides": entry.PackedStrides(*["i32"] * 7)} if name == "pack" else {}
     if name.startswith("residual"):
         warps, types = max(1, min(16, constants["COLUMNS"] // 256)), {"w_ptr": "*bf16"}
     check(compiled(function, constants, arch, warps, stages, **types), arch)

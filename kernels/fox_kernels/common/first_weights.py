@@ -13,15 +13,16 @@ import triton.language as tl
 
 from ..host.launch import launch, power_of_2
 from ..options import Options
-from .blocks import LOG2_E, cap_factors, cap_kind, decayed, soft_capped
+from .blocks import LOG2_E, cap_factors, cap_kind, decayed, scaled
+from .groups import Gates, Scale
 
 BLOCK = 64  # also the keys of a consumer in `hopper.backward_kernel`
 
 
 @triton.jit(do_not_specialize=["T", "H", "sink"])
 def first_block_kernel(
-    q_ptr, k_ptr, do_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, lost_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sdo_b, sdo_t, sdo_h, T, H, sink, scale2, softcap2, inverse_cap,
+    q_ptr, k_ptr, do_ptr, lse_ptr, c, lost_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sdo_b, sdo_t, sdo_h, T, H, sink, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
@@ -39,11 +40,9 @@ def first_block_kernel(
         q = tl.load(q_ptr + b * sq_b + h * sq_h + at * sq_t + d[None, :], mask=inside, other=0.0)
         do = tl.load(do_ptr + b * sdo_b + h * sdo_h + at * sdo_t + d[None, :], mask=inside, other=0.0)
         row = (b * H + h) * T + i
-        c_hi, c_lo = tl.load(c_hi_ptr + row, mask=i < T, other=0.0), tl.load(c_lo_ptr + row, mask=i < T, other=0.0)
+        c_hi, c_lo = tl.load(c.hi + row, mask=i < T, other=0.0), tl.load(c.lo + row, mask=i < T, other=0.0)
         lse = tl.load(lse_ptr + row, mask=i < T, other=0.0)
-        s = tl.dot(k, tl.trans(q)) * scale2
-        if CAP:
-            s, _ = soft_capped(s, softcap2, inverse_cap, CAP == 2)
+        s, _ = scaled(tl.dot(k, tl.trans(q)), scale, CAP)
         s = decayed(s, c_hi[None, :], c_lo[None, :], c_hi[:, None], c_lo[:, None], j < sink, 0.0, SINK)
         p = tl.exp2(tl.where(seen, s - lse[None, :], float("-inf")))
         lost = tl.dot((p - p.to(do.dtype).to(tl.float32)).to(do.dtype), do, lost)
@@ -73,8 +72,8 @@ def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tens
         first_block_kernel,
         (B * Hkv,),
         (
-            q, k, do, lse2, c_hi, c_lo, lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
-            scale * LOG2_E, *cap_factors(softcap),
+            q, k, do, lse2, Gates(c_hi, c_lo), lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
+            Scale(None, scale * LOG2_E, *cap_factors(softcap)),
         ),
         (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
         warps=warps_for(width), stages=1,  # with more, heads one after another would not fit at D = 256

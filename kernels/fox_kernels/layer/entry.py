@@ -8,6 +8,8 @@ goes into G as two 16-bit numbers (its rounding and the rest), so that dW_f keep
 itself is computed in float32 by `gate`. For training in eager mode; `rotary` and `gate` serve torch.compile.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -56,11 +58,22 @@ def _pack_head(x_ptr, sx_n, g_ptr, E, cos, sin, n, N, pairs, HALF: tl.constexpr)
     tl.store(g_at + pairs, (b * cos - a * sin).to(g_ptr.dtype.element_ty), mask=here)
 
 
+class PackedStrides(NamedTuple):
+    """Strides of gradients (N, channels) from token to token, of log f's and of cos and sin."""
+
+    q: int
+    k: int
+    v: int
+    f_token: int
+    f_head: int
+    cos_batch: int
+    cos_token: int
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def pack_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dlog_f_ptr, z_ptr, cos_ptr, sin_ptr, g_ptr, db_ptr,
-    sq_n, sk_n, sv_n, sf_n, sf_h, sc_b, sc_t, N, T, H, Hkv, pairs, turning, E, padded,
-    HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, dlog_f_ptr, z_ptr, cos_ptr, sin_ptr, g_ptr, db_ptr, strides,
+    N, T, H, Hkv, pairs, turning, E, padded, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     programs = H + 2 * Hkv + 1
     h = tl.program_id(0) % programs
@@ -68,19 +81,21 @@ def pack_kernel(
     n = block * BLOCK + tl.arange(0, BLOCK)
     D = pairs * 2
     if h < H + Hkv:
-        cos, sin = _cos_sin(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
+        cos, sin = _cos_sin(cos_ptr, sin_ptr, strides.cos_batch, strides.cos_token, n, N, T, turning, HALF)
         if h < H:
-            _pack_head(dq_ptr + h * D, sq_n, g_ptr + h * D, E, cos, sin, n, N, pairs, HALF)
+            _pack_head(dq_ptr + h * D, strides.q, g_ptr + h * D, E, cos, sin, n, N, pairs, HALF)
         else:
-            _pack_head(dk_ptr + (h - H) * D, sk_n, g_ptr + h * D, E, cos, sin, n, N, pairs, HALF)
+            _pack_head(dk_ptr + (h - H) * D, strides.k, g_ptr + h * D, E, cos, sin, n, N, pairs, HALF)
     elif h < H + 2 * Hkv:
         still = tl.full([BLOCK, HALF], 1.0, tl.float32)
-        _pack_head(dv_ptr + (h - H - Hkv) * D, sv_n, g_ptr + h * D, E, still, still * 0.0, n, N, pairs, HALF)
+        _pack_head(dv_ptr + (h - H - Hkv) * D, strides.v, g_ptr + h * D, E, still, still * 0.0, n, N, pairs, HALF)
     else:
         j = tl.arange(0, HEADS)
         here = (n[:, None] < N) & (j[None, :] < H)
         z = tl.load(z_ptr + n[:, None].to(tl.int64) * H + j[None, :], mask=here, other=0.0)
-        dlog_f = tl.load(dlog_f_ptr + n[:, None].to(tl.int64) * sf_n + j[None, :] * sf_h, mask=here, other=0.0)
+        dlog_f = tl.load(
+            dlog_f_ptr + n[:, None].to(tl.int64) * strides.f_token + j[None, :] * strides.f_head, mask=here, other=0.0
+        )
         dz = dlog_f / (1.0 + tl.exp(z))
         tl.store(db_ptr + block * H + j, tl.sum(dz, 0), mask=j < H)
         high = dz.to(g_ptr.dtype.element_ty)
@@ -159,9 +174,12 @@ class _Entry(torch.autograd.Function):
             block = rotary.tokens_per_program(D // 2)
             blocks = -(-N // block)
             db = torch.empty(blocks, H, dtype=torch.float32, device=x.device)
+            strides = PackedStrides(
+                dq.stride(0), dk.stride(0), dv.stride(0), *dlog_f.stride(),
+                cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+            )  # fmt: skip
             arguments = (
-                dq, dk, dv, dlog_f, z, cos, sin, g, db, dq.stride(0), dk.stride(0), dv.stride(0), *dlog_f.stride(),
-                cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), N, T, Q // D, KV // D, D // 2, cos.shape[-1],
+                dq, dk, dv, dlog_f, z, cos, sin, g, db, strides, N, T, Q // D, KV // D, D // 2, cos.shape[-1],
                 g.shape[1], padded,
             )  # fmt: skip
             constants = (power_of_2(D // 2), power_of_2(padded), block)
