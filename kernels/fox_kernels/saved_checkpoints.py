@@ -1,6 +1,6 @@
 """Names and options that code saved beside checkpoints asks of this package, and it no longer has.
 
-The fused functions were modules of their own: `fox_kernels.fused_gate`, ... Each name stands for a module that is
+Modules had other names: `fox_kernels.fused_gate`, `fox_kernels.decoding.lean`, ... Each stands for a module that is
 imported when something is asked of it, so that this needs no Triton. Operators were told what to prune.
 """
 
@@ -24,7 +24,9 @@ MODULES = {
     "fused_rotary": "layer.rotary",
     "fused_shift": "layer.shift",
     "fused_support": "layer.support",
+    "decoding.lean": "decoding.elementwise",
 }
+NAMES = {"leans": "takes_rows"}
 
 
 class Renamed(types.ModuleType):
@@ -38,7 +40,7 @@ class Renamed(types.ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):  # what Python itself asks about a module
             raise AttributeError(name)
-        return getattr(importlib.import_module(self.__dict__["_now"]), name)
+        return getattr(importlib.import_module(self.__dict__["_now"]), NAMES.get(name, name))
 
 
 def register(package: str) -> None:

@@ -8,7 +8,7 @@ import fox_kernels
 import pytest
 import torch
 
-# names by which code saved beside a checkpoint imports (retrofox/model before the packages)
+# names by which code saved beside a checkpoint imports: retrofox/model before the packages, and until the three files
 SAVED = {
     "fused_append": ["append", "appends"],
     "fused_entry": ["entry"],
@@ -17,6 +17,15 @@ SAVED = {
     "fused_rotary": ["rotary"],
     "fused_shift": ["shift"],
     "fused_support": ["available"],
+    "decoding.append": ["append", "appends"],
+    "decoding.fixed": ["decode_at", "decodes_at"],
+    "decoding.lean": ["add_norm", "gate_rows", "leans", "silu_mul"],
+    "layer.entry": ["entry"],
+    "layer.gate": ["gate"],
+    "layer.norm": ["head_norm"],
+    "layer.rotary": ["rotary"],
+    "layer.shift": ["shift"],
+    "layer.support": ["available"],
 }
 
 
@@ -43,7 +52,7 @@ def test_a_saved_checkpoint_may_name_what_to_prune(capsys):
 
 def test_without_triton_a_saved_checkpoint_gets_the_import_error_that_it_expects():
     program = "import sys\nsys.modules['triton'] = None\n"
-    for name in ("fused_append", "fused_gate"):
+    for name in ("fused_append", "fused_gate", "decoding.lean"):
         what = SAVED[name][0]
         program += (
             f"try:\n    from fox_kernels.{name} import {what}\nexcept ImportError: pass\nelse: raise SystemExit(1)\n"
