@@ -115,12 +115,12 @@ def compare(driver: ctypes.CDLL) -> dict:
         ctypes.memset(kept, 0, len(found))
         return found
 
-    def watch(self, grid, copied, arguments):
+    def watch(self, grid, copied, arguments, *rest):
         of_parameters = sizes(self.compiled.src.signature.values())
         (ctypes.c_int * 256).in_dll(driver, "sizes")[: len(of_parameters)] = of_parameters
         ctypes.c_int.in_dll(driver, "count").value = len(of_parameters)
         passed()
-        run(self, grid, copied, arguments)
+        run(self, grid, copied, arguments, *rest)
         ours = passed()
         blocks = [hopper.Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
         self.compiled[grid](*blocks, *arguments, *self.constants)

@@ -33,9 +33,13 @@ class Described(NamedTuple):
     round_f32_to_tf32: bool = False  # read from Triton 3.7 on
 
 
-def kinds_of(arguments: tuple) -> tuple:
-    """Return what a kernel may be specialised on of arguments that are no constants; in one loop, for the host."""
-    kinds = []
+def examined(arguments: tuple) -> tuple[tuple, tuple]:
+    """Return what a kernel may be specialised on of arguments that are no constants, and what to pass on of them.
+
+    Passed on are addresses for tensors: Triton asks the driver about every tensor, about no address. One loop for both,
+    for the host; of groups, as Triton specialises on their fields, it returns groups.
+    """
+    kinds, passed = [], []
     for x in arguments:
         kind: Any = type(x)
         if kind is int:
@@ -43,13 +47,16 @@ def kinds_of(arguments: tuple) -> tuple:
             if not -(2**31) <= x < 2**31:
                 kind += 64
         elif kind is torch.Tensor or kind is torch.nn.Parameter:
-            kind = x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "odd")
+            kind, x = x.dtype, x.data_ptr()
+            if x % 16:
+                kind = kind, "odd"
         elif kind is TensorDescriptor:
             kind = (x.base.dtype, *x.block_shape)
-        elif isinstance(x, tuple):  # a group: Triton specialises on its fields
-            kind = kinds_of(x)
+        elif isinstance(x, tuple):
+            kind, x = examined(x)
         kinds.append(kind)
-    return tuple(kinds)
+        passed.append(x)
+    return tuple(kinds), tuple(passed)
 
 
 def watched() -> bool:
@@ -87,7 +94,7 @@ class Runner:
         else:
             self.fixed += (None, None, compiled.packed_metadata, None, None, None)
 
-    def __call__(self, grid: tuple, copied: tuple, arguments: tuple) -> None:
+    def __call__(self, grid: tuple, copied: tuple, arguments: tuple, passed: tuple | None = None) -> None:
         if not self.short or watched():
             blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
@@ -97,7 +104,7 @@ class Runner:
             blocks.append(self.fill(x.data_ptr(), *how))
             blocks += sizes
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        passed = (*blocks, *pointers(arguments), *self.constants)
+        passed = (*blocks, *(pointers(arguments) if passed is None else passed), *self.constants)
         if FROM_3_7:
             self.go(*grid, stream, *self.fixed, passed)
         else:
@@ -144,14 +151,15 @@ def launch(
         return
     if named:
         arguments, constants = in_order(kernel, named)
-    key = (id(kernel), torch.cuda.current_device(), kinds_of(arguments), constants, warps, stages)
+    kinds, passed = examined(arguments)
+    key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
     run = _runners.get(key)
     if run is None:
         # multiply-adds are fused, as they were when results were judged: Triton 3.10 will do so only when told
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         _runners[key] = Runner(kernel[grid](*arguments, *constants, **options), constants)
     else:
-        run((*grid, 1, 1)[:3], (), arguments)
+        run((*grid, 1, 1)[:3], (), arguments, passed)
 
 
 def in_order(kernel, named: dict) -> tuple[tuple, tuple]:
