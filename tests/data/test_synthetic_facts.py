@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 from retrofox.config import Source
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.data.synthetic_facts import TELLINGS, with_facts
+from retrofox.data.synthetic_facts import ANSWERS, QUESTIONS, STATEMENTS, TELLINGS, VERSION, _fact, with_facts
 from retrofox.data.windows import documents
 
 PHRASE = """grey fox walked over seven frozen rivers towards northern light house while winter winds were calling under
@@ -65,28 +67,46 @@ def test_a_source_with_facts_gives_other_tokens_and_another_shard(tmp_path: Path
 
 def test_a_question_names_the_key_and_comes_right_before_the_second_telling():
     plain, asked = with_facts(TEXT), with_facts(TEXT, questions=1.0)
-    questions = [(fact, question) for fact, question in TELLINGS if question.split("{key}")[0] != "And "]
-    forms = [(re.compile(_pattern(fact)), re.compile(_pattern(question))) for fact, question in questions]
-    answered = 0
-    for fact, question in forms:
-        assert not question.search(plain)
-        for found in question.finditer(asked):
-            told_again = fact.match(asked[found.end() :].lstrip(" \n"))
-            assert told_again
-            assert told_again["key"] == found["key"]
-            assert 0 <= asked.find(told_again.group()) < found.start()
-            answered += 1
-    assert answered >= 2
+    forms = [(fact, question, fact) for fact, question in TELLINGS if question.split("{key}")[0] != "And "]
+    forms += itertools.product(STATEMENTS, QUESTIONS, ANSWERS)
+    values = set()
+    for question in {form[1] for form in forms}:
+        assert not re.search(_pattern(question), plain)
+        for found in re.finditer(_pattern(question), asked):
+            said = found.groupdict()
+            rest = asked[found.end() :].lstrip(" \n")
+            answers = [(fact, re.match(_pattern(answer, said), rest)) for fact, of, answer in forms if of == question]
+            answer = next(
+                (fact, match["value"]) for fact, match in answers if match and _told(asked, fact, said, match)
+            )
+            assert answer
+            values.add(answer[1])
+    assert len(values) >= 4
 
 
-def _pattern(form: str) -> str:
-    return re.escape(form).replace(r"\{key\}", r"(?P<key>\w+(?: \w+)?)").replace(r"\{value\}", r"[\w ]+")
+def _pattern(form: str, said: dict[str, str] | None = None) -> str:
+    """A regular expression of a form; what `said` has of key and thing is as it says."""
+    parts = {"key": r"(?P<key>[\w-]+(?: [\w-]+)?)", "thing": r"(?P<thing>\w+)", "value": r"(?P<value>[\w-]+(?: \w+)*)"}
+    parts |= {name: re.escape(text) for name, text in (said or {}).items()}
+    return re.escape(form).replace(r"\{", "{").replace(r"\}", "}").format(**parts)
 
 
-def test_without_questions_facts_are_what_they_were():
-    """Recipes with `fact_share` alone read the documents that their figures were measured on."""
-    digest = hashlib.sha256(with_facts(TEXT).encode()).hexdigest()
-    assert digest == "3aa497e80d07af1e85674e4e5a2dfaecb60b0dd2a725f11a8d1ede81ba0d4e14"
+def _told(text: str, fact: str, said: dict[str, str], answer: re.Match[str]) -> bool:
+    """Whether a fact stands in the text before its answer."""
+    return fact.format(**said, value=answer["value"]) in text.split(answer.string, 1)[0]
+
+
+def test_facts_change_only_with_their_version():
+    """Shards are kept by it: other facts under the same number would never be made."""
+    digest = hashlib.sha256(with_facts(TEXT, questions=0.5).encode()).hexdigest()
+    assert (VERSION, digest[:16]) == (2, "acd805993ff3218c")
+
+
+def test_values_are_words_numbers_and_codes():
+    draw, words = random.Random(0), WORDS
+    values = [_fact(draw, words)[0] for _ in range(300)]
+    assert 20 <= sum(bool(re.search(r"\b[0-9a-f]{8}-[0-9a-f]{4}-", value)) for value in values) <= 80
+    assert 60 <= sum(bool(re.search(r" \d{4,}\b", value)) for value in values) <= 130
 
 
 def test_a_share_of_the_facts_is_asked_for():
