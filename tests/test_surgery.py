@@ -23,9 +23,6 @@ def logits(model) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-# norms
-
-
 def test_norms_start_at_the_rms_of_their_states(pico_llama):
     base = pico_llama()
     model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none", pro=("qk-norm",)))
@@ -54,9 +51,6 @@ def test_a_directorys_norms_start_as_those_of_its_live_model(pico_checkpoint, tm
     assert torch.allclose(logits(retrofox.load(tmp_path / "out")), logits(live), atol=1e-5)
 
 
-# the proof
-
-
 def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
     values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
     config = AutoConfig.for_model("gemma2", **{**values, "attn_logit_softcapping": 0.5, "sliding_window": 8})
@@ -68,9 +62,6 @@ def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
     assert compare(tmp_path / "base", tmp_path / "out")["equal"]
     base.set_attn_implementation("eager")
     assert compare(base, tmp_path / "out")["equal"]
-
-
-# what can't be converted
 
 
 def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path, monkeypatch):

@@ -170,9 +170,6 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make
     assert prepared([path], tokenizer, tmp_path / "out").made == 1
 
 
-# special tokens that a text spells out
-
-
 TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
 SPECIAL = {0, 1, 2}
 

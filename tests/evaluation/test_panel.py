@@ -207,9 +207,6 @@ def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
     assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
 
 
-# checks of instructions
-
-
 FORTY = " ".join(["word"] * 40)
 EXAMPLES = (
     ("A HORSE RUNS.", "A horse runs."),

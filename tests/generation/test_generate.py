@@ -218,12 +218,6 @@ def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template,
         generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
 
 
-# the cache
-
-
-# a cache that forgets, and prompts read in parts
-
-
 def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
     from retrofox.generation import generate as module
 

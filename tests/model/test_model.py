@@ -26,9 +26,6 @@ def close(actual, expected, tolerance=2e-5) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-# parity
-
-
 @pytest.mark.parametrize(
     "spec", [{"init": "open", "sink_tokens": 0}, {"init": "open", "sink_tokens": 2}, {"gate": "none"}]
 )
@@ -78,9 +75,6 @@ def test_causality(fox, tokens, path):
     assert (before[:, 10:] - after[:, 10:]).abs().amax(-1).min() > 0
 
 
-# caches
-
-
 def cache_of(kind: str, model):
     if kind == "dynamic":
         return DynamicCache(config=model.config)
@@ -103,9 +97,6 @@ def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens, kind):
             assert torch.equal(layer.log_f()[:, : tokens.shape[1]], log_f)
 
 
-# documents
-
-
 def test_cu_seqlens_with_a_mask_or_a_filled_cache_is_refused(fox, tokens):
     cu_seqlens = torch.tensor([0, 24, 48], dtype=torch.int32)
     mask = torch.ones_like(tokens)
@@ -123,9 +114,6 @@ def test_a_custom_4d_mask_is_obeyed(fox, tokens):
     close(logits(fox, tokens, attention_mask=mask), logits(fox, tokens))
     mask[:, :, 5:, 2] = False
     assert (logits(fox, tokens, attention_mask=mask) - logits(fox, tokens))[:, 5:].abs().max() > 1e-3
-
-
-# precision and training
 
 
 def test_a_bfloat16_model_keeps_its_gates_in_float32(pico_fox, tmp_path):

@@ -35,9 +35,6 @@ def close(actual, expected, tolerance=5e-5) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-# what is added, and what it does at the start
-
-
 @pytest.mark.parametrize("part", PRO_PARTS)
 def test_each_part_adds_its_own_float32_modules(pico_llama, part):
     model = retrofox.convert(pico_llama().to(torch.bfloat16), fox=FoxSpec(gate="none", pro=(part,)))
@@ -66,9 +63,6 @@ def test_original_mode_runs_without_the_parts(fox, pico_llama, tokens, path):
     assert (logits(fox, tokens) - logits(pico_llama(), tokens)).abs().max() > 0.05
     with attention_mode(fox, "original"):
         close(logits(fox, tokens), logits(pico_llama(), tokens), 1e-5)
-
-
-# formulas
 
 
 def test_head_norm_formula():
@@ -121,9 +115,6 @@ def test_a_layer_with_all_parts_is_the_formula(pico_fox, tokens):
     close(actual, expected, 1e-5)
 
 
-# caches, documents, padding
-
-
 def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
     model = pico_fox(pro=("k-shift",))
     cache = DynamicCache(config=model.config)
@@ -131,9 +122,6 @@ def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
     cache.offloading = True
     with pytest.raises(ValueError, match="offloaded"):
         model(tokens[:, :1], **{CACHE: cache})
-
-
-# checkpoints and training
 
 
 def test_gradients_reach_every_part_from_the_first_step(pico_llama, tokens):
