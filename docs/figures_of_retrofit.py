@@ -33,21 +33,34 @@ LABELS = {
     "yarn8-8M-seed1": "YaRN x 8, 8M, seed 1",
     "stretch": "**default**",
     "stretch-seed1": "**default**, seed 1",
+    "yarn8-facts": "YaRN x 8, many wordings",
+    "stretch-facts": "**default**, many wordings",
+    "yarn8-codes": "YaRN x 8, codes",
+    "stretch-codes": "default, codes",
+    "stretch-bound": "default, codes, `max_half_life` 512",
+    "stretch-2048": "default, codes, half-lives to 2048",
+    "stretch-logn": "default, codes, `log_n` 2048",
+    "gates-yarn8": "gates on YaRN x 8, codes",
+    "no-gates-codes": "stretch without gates, codes",
     "retention": "a retention for each key, 8M at 3e-4",
     "horizon-lora": "gates, LoRA",
     "yarn8-lora": "YaRN x 8, LoRA",
     "no-rope": "no RoPE",
+    "yarn8-taught": "RoPE stretched 8 times, no gates, taught",
+    "drope-taught": "DroPE: no RoPE, no gates, taught",
     "fox": "fox",
     "fox-seed1": "fox, seed 1",
     "fox-pro": "fox-pro",
     "fox-pro-seed1": "fox-pro, seed 1",
 }
-DEFAULT = ("base", "yarn8-8M", "stretch")
+DEFAULT = ("base", "yarn8-8M", "stretch", "yarn8-facts", "stretch-facts")
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
+RULED = ("yarn8-8M", "stretch", "yarn8-codes", "stretch-codes", "stretch-bound", "yarn8-facts", "stretch-facts")
+PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-2048", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 RATES = ("yarn8-3e-4", "horizon-3e-4")
 LORA = ("yarn8-lora", "horizon-lora")
-NO_ROPE = ("no-rope", "fox", "fox-pro")
+NO_ROPE = ("no-rope", "yarn8-taught", "drope-taught", "fox", "fox-pro")
 PANELS = ("yarn8-8M", "stretch", "yarn8", "theta5M", "horizon", "no-rope")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
@@ -139,6 +152,10 @@ def retrofit_gates() -> str:
     return arms_table(GATES)
 
 
+def retrofit_parts() -> str:
+    return arms_table(PARTS)
+
+
 def retrofit_rates() -> str:
     return arms_table(RATES)
 
@@ -155,7 +172,7 @@ def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for label, arm in on_file([*DEFAULT, *CONTROLS, "no-rope", "fox"]).items():
+    for label, arm in on_file([*DEFAULT, *CONTROLS, "no-rope", "yarn8-taught", "drope-taught", "fox"]).items():
         if buckets := arm.get("loss_128k"):
             by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
             rows.append([label, *(by_start[start] for start in starts)])
@@ -188,7 +205,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, *LORA, *NO_ROPE]).items():
+    for label, arm in on_file([*GATES, "stretch-bound", *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
@@ -199,7 +216,7 @@ def retrofit_live() -> str:
 def retrofit_ruler() -> str:
     """Mean of RULER's tasks at each length and its standard error, per cent, of the arms that were asked."""
     rows = []
-    for label, arm in on_file(DEFAULT).items():
+    for label, arm in on_file(RULED).items():
         if scores := {row["length"]: row for row in arm.get("ruler", ())}:
             means = {n: f"{100 * row['mean']:.0f} ± {100 * row['standard_error']:.0f}" for n, row in scores.items()}
             rows.append([label, *(means.get(length, "-") for length in RULER)])
@@ -207,16 +224,16 @@ def retrofit_ruler() -> str:
 
 
 def retrofit_ruler_tasks() -> str:
-    """Each of RULER's tasks at 8k, per cent, a task a row."""
+    """Each of RULER's tasks at 32k, per cent, a task a row."""
     arms = {
         label: row["tasks"]
-        for label, arm in on_file(DEFAULT).items()
+        for label, arm in on_file(("yarn8-facts", "stretch-facts")).items()
         for row in arm.get("ruler", ())
-        if row["length"] == RULER[1]
+        if row["length"] == RULER[-1]
     }
     tasks = dict.fromkeys(task for scores in arms.values() for task in scores)
     rows = [[task, *(f"{100 * scores[task]:.0f}" for scores in arms.values())] for task in tasks]
-    return table(["task at 8k", *arms], rows)
+    return table(["task at 32k", *arms], rows)
 
 
 def retrofit_untrained() -> str:

@@ -186,6 +186,7 @@ OF_RESULTS = (
     figures_of_retrofit.cache_methods,
     figures_of_retrofit.retrofit_panel,
     figures_of_retrofit.retrofit_instructions,
+    figures_of_retrofit.retrofit_parts,
     figures_of_retrofit.retrofit_rates,
     figures_of_retrofit.retrofit_lora,
     figures_of_retrofit.retrofit_no_rope,
