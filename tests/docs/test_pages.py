@@ -187,7 +187,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{horizon['16 x 32768']} / {horizon['16 x 131072']} of the GPU's time",
             f"one sequence after 32k / 128k, H200 | {horizon['1 x 32768']} / {horizon['1 x 131072']} of the GPU's time",
             f"there the default has {losses['stretch']} at 4k-8k, the original {losses['base']}",
-            f"On RULER YaRN x 8 has {ruler['yarn8-facts']} % at 4k, 8k, 16k and 32k, the default {ruler['stretch-facts']}.",
+            f"On RULER YaRN x 8 has {ruler['yarn8-facts']} % at 4k, 8k, 16k and 32k, the default "
+            f"{ruler['stretch-facts']}.",
             f"| {rates['stretch']:,} tokens/s | YaRN with PyTorch's attention: {rates['yarn8-8M']:,} |",
             f"It finds {retrofit.found(arms['theta5M'], 16384)} % of the needles at 16k "
             f"(gates {retrofit.found(arms['horizon'], 16384)} %)",
