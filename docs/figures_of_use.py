@@ -82,6 +82,42 @@ def decoding_with_a_horizon() -> str:
     return table(header, rows)
 
 
+def of_layers(rows: list[dict]) -> dict[tuple[int, int], dict[str, float]]:
+    """Microseconds of a layer by batch and cache: near, open; dense and mixed, means of 21 near and 9 open layers."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        cell = found.setdefault((row["batch"], row["cache"]), {"dense": 0.0, "mixed": 0.0})
+        share = {"near": 21, "open": 9}[row["layers"]] / 30
+        cell[row["layers"]] = row["horizon_us"]
+        cell["dense"] += share * row["dense_us"]
+        cell["mixed"] += share * row["horizon_us"]
+    return found
+
+
+def decoding_layers() -> str:
+    """Microseconds of the GPU for a layer, with and without a horizon, now and before, from decode-layers.json."""
+    found = read("decode-layers.json")
+    now, before = of_layers(found["rows"]), of_layers(found["before"]["rows"])
+    rows = []
+    for (batch, cache), cell in now.items():
+        times = [cell[name] for name in ("dense", "near", "open", "mixed")]
+        ratio, earlier = cell["mixed"] / cell["dense"], [before[batch, cache][name] for name in ("dense", "mixed")]
+        rows.append(
+            [f"{batch} x {cache}", *(f"{us:.1f}" for us in times), f"{ratio:.2f}", *(f"{us:.1f}" for us in earlier)]
+        )
+    header = [
+        "batch x context",
+        "no horizon",
+        "near",
+        "open",
+        "mixed",
+        "mixed / no horizon",
+        "before: no horizon",
+        "before: mixed",
+    ]
+    return table(header, rows)
+
+
 def horizon_kernels() -> str:
     """Attention at 32768 tokens by the share of pairs within the horizon, beside FlashAttention and itself, dense."""
     rows = [row for row in read("horizon.json")["rows"] if row.get("rows") == "1 x 32768" and row["heads"][2] == 64]

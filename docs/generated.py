@@ -205,6 +205,7 @@ OF_RESULTS = (
     figures.corpus,
     figures_of_use.decoding,
     figures_of_use.decoding_with_a_horizon,
+    figures_of_use.decoding_layers,
     figures_of_use.horizon_kernels,
     figures_of_use.quantised,
     figures_of_use.serving,

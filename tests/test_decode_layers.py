@@ -10,7 +10,7 @@ from fox_kernels.reference import forgetting_attention
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import decode_layers  # pyright: ignore[reportMissingImports]
 
-RECORDED = Path(decode_layers.__file__).with_name("decode-layers.json")
+RECORDED = Path(__file__).parent.parent / "benchmarks" / "decode-layers.json"
 
 
 def from_sums(q, k, v, c_hi, c_lo, length, *, first, horizon):
@@ -20,7 +20,9 @@ def from_sums(q, k, v, c_hi, c_lo, length, *, first, horizon):
     log_f = torch.cat((c[:, :1], c.diff(dim=1)), 1)
     assert (first is None) == (horizon is None)
     q, k, v = (x[:, :n].double() for x in (q, k, v))
-    return forgetting_attention(q, k, v, log_f, horizon=horizon).bfloat16()
+    o = forgetting_attention(q, k, v, log_f, horizon=horizon)
+    assert isinstance(o, torch.Tensor)
+    return o.bfloat16()
 
 
 def test_a_run_writes_the_fields_of_the_file_on_record(tmp_path, monkeypatch):

@@ -169,6 +169,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     for name in ("stretch-facts", "yarn8-facts"):
         *some, last = [f"{100 * row['mean']:.0f}" for row in arms[name]["ruler"]]
         ruler[name] = f"{', '.join(some)} and {last}"
+    layers = figures.read("decode-layers.json")
+    now, before = (hooks.generated.figures_of_use.of_layers(x["rows"]) for x in (layers, layers["before"]))
 
     sentences = {
         "docs/serving.md": [
@@ -185,6 +187,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"| {served[32768]} / {served[2048]} of the tokens/s |",
             f"16 sequences after 32k / 128k, H200 | "
             f"{horizon['16 x 32768']} / {horizon['16 x 131072']} of the GPU's time",
+            f"[{span([now[cell]['mixed'] / before[cell]['mixed'] for cell in now])} of their time]",
             f"one sequence after 32k / 128k, H200 | {horizon['1 x 32768']} / {horizon['1 x 131072']} of the GPU's time",
             f"there the default has {losses['stretch']} at 4k-8k, the original {losses['base']}",
             f"On RULER YaRN x 8 has {ruler['yarn8-facts']} % at 4k, 8k, 16k and 32k, the default "
