@@ -167,37 +167,11 @@ def _utf8(data: bytes, path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text ({why}): convert or remove it") from None
 
 
-class _Zstandard(io.RawIOBase):
-    """Decompresses frame after frame; the package's own reader takes a file that breaks off for a whole one."""
+def _zstandard(raw: Any) -> io.BufferedReader:
+    """Frame after frame, each of at most 128 MB of history (zstd --long=27)."""
+    import pyarrow as pa
 
-    def __init__(self, raw: Any):
-        zstandard = needed(raw.name, "zstandard")
-        self.raw, self.damage = raw, zstandard.ZstdError
-        # 2^31 bytes of history, the most a frame may ask for: published dumps are made with zstd --long=31.
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self.frame: Any = None
-        self.ready = self.rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            data = self.rest or self.raw.read(1 << 16)
-            if not data:
-                if self.frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self.frame = self.frame or self.decompressor.decompressobj()
-            try:
-                self.ready, self.rest = self.frame.decompress(data), b""
-            except self.damage as error:
-                raise OSError(error) from error
-            if self.frame.eof:
-                self.rest, self.frame = self.frame.unused_data, None
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20)
 
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -205,7 +179,7 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
     ".bz2": bz2.open,
-    ".zst": lambda raw: io.BufferedReader(_Zstandard(raw), 1 << 20),
+    ".zst": _zstandard,
 }
 
 

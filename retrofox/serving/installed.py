@@ -8,7 +8,7 @@ from typing import Any
 
 GROUP, NAME = "vllm.general_plugins", "retrofox"
 EXTRAS = {
-    "data": ("datasets", "zstandard"),
+    "data": ("datasets",),
     "eval": ("lm-eval",),
     "liger": ("liger-kernel",),
     "qlora": ("bitsandbytes",),
