@@ -32,7 +32,7 @@ def evaluate(
             parser=count, metavar=METAVAR, help="Tokens per window; by default the first ones of each document."
         ),
     ] = 4096,
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON and plots.")] = None,
     max_documents: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Use only the first N documents.")
     ] = None,
@@ -57,7 +57,7 @@ def evaluate(
 ) -> None:
     """Measures the loss at each document position, L(i), for a model and its original.
 
-    Prints a bucket table; writes JSON, CSV and plots into --out.
+    Prints a bucket table; writes JSON and plots into --out.
     """
     names = task_names(tasks, include_path)
     if not data and not names:
@@ -110,7 +110,7 @@ def needle(
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
     baseline: Baselines = None,
     text_field: TextField = "text",
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON and plots.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -156,7 +156,7 @@ def inspect(
     ] = None,
     max_documents: Annotated[int, typer.Option(min=1, metavar="N", help="Use only the first N documents.")] = 8,
     text_field: TextField = "text",
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -57,8 +57,8 @@ def evaluate(
 
     All lines read the same tokens: the first `length` tokens of each document, chosen with the model's tokenizer. A
     converted model is also run with its gates forced open and with its gates shuffled over heads, since a loss alone
-    does not tell whether the gates do anything. Prints a bucket table; into `out` go eval.json, per_token_loss.csv
-    and per_token_loss.png and .svg, each written whole or not at all, eval.json last.
+    does not tell whether the gates do anything. Prints a bucket table; into `out` go eval.json and
+    per_token_loss.png and .svg, each written whole or not at all, eval.json last.
 
     Args:
         model: Hub id, directory, .gguf file, adapter directory or a live model.

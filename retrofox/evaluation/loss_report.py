@@ -15,7 +15,7 @@ from rich.console import Console
 from retrofox.data.windows import Window
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
-from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
+from retrofox.support.plots import loss_figure, save_figure, tokens_label
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -152,13 +152,12 @@ def verdicts(result: dict[str, Any]) -> list[str]:
 
 
 def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
-    """Writes the tables and the figure into `out`, the curves drawn into the result; returns the files by name."""
+    """Writes the figure into `out`, the curves drawn into the result; returns the files by name."""
     keys = [line["key"] for line in result["lines"]]
     result["curves"] = curves(result["lines"], losses, windows, result["length"])
     result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=_reference(keys))
-    files = {"per_token_loss": save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))}
-    files["png"], files["svg"] = save_figure(figure(result), out / "per_token_loss")
-    return files
+    png, svg = save_figure(figure(result), out / "per_token_loss")
+    return {"png": png, "svg": svg}
 
 
 def figure(result: dict[str, Any]) -> Figure:
@@ -175,19 +174,6 @@ def figure(result: dict[str, Any]) -> Figure:
 
 def _documents(count: int) -> str:
     return "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
-
-
-def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
-    """Mean L(i) at every single position i, with the number of windows behind it."""
-    longest = reach(windows)
-    count, sums = np.zeros(longest - 1, np.int64), np.zeros((longest - 1, len(keys)))
-    for w, window in enumerate(windows):
-        count[: len(window.token_ids) - 1] += 1
-        for column, key in enumerate(keys):
-            sums[: len(losses[key][w]), column] += losses[key][w]
-    means = sums / count[:, None]
-    rows = [[i + 1, int(n), *(f"{value:.6f}" for value in means[i])] for i, n in enumerate(count)]
-    return ["position", "windows", *keys], rows
 
 
 def _reference(keys: Collection[str]) -> str:

@@ -1,11 +1,10 @@
-"""Figures: per-token loss, needle retrieval, half-lives; each as PNG and SVG with the numbers drawn as CSV."""
+"""Figures: per-token loss, needle retrieval, half-lives; each as PNG and SVG."""
 
 from __future__ import annotations
 
-import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -184,15 +183,6 @@ def svg(figure: Figure) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
-
-
-def save_csv(path: str | os.PathLike, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Writes a CSV file, whole or not at all; None becomes an empty field."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
-    return write_result(path, text.getvalue().encode())
 
 
 def tokens_label(value: float) -> str:

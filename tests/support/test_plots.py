@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from retrofox.support.files import write_result
-from retrofox.support.plots import half_life_figure, loss_figure, needle_figure, save_csv, save_figure, tokens_label
+from retrofox.support.plots import half_life_figure, loss_figure, needle_figure, save_figure, tokens_label
 
 
 def curve(label: str, level: float, error: float | None = 0.1, look: int = 0) -> dict:
@@ -77,15 +77,14 @@ def test_the_same_numbers_give_the_same_files(tmp_path):
 
 
 def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "results.csv"
-    save_csv(path, ["a", "b"], [[1, None]])
-    assert path.read_text() == "a,b\n1,\n"
+    path = tmp_path / "results.json"
+    write_result(path, b"old")
     assert path.stat().st_mode & 0o444 == 0o444
     monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("disk is gone")))
-    with pytest.raises(ValueError, match=r"can't write .*results.csv: disk is gone; free some disk space"):
+    with pytest.raises(ValueError, match=r"can't write .*results.json: disk is gone; free some disk space"):
         write_result(path, b"new")
-    assert [p.name for p in tmp_path.iterdir()] == ["results.csv"]
-    assert path.read_text() == "a,b\n1,\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    assert path.read_text() == "old"
 
 
 def test_token_counts_are_labelled_as_context_lengths_are_named():
