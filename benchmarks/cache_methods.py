@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,12 @@ from eviction import METHODS, Evicting, round_to_fp8
 from provenance import provenance
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.compared_models import with_yarn
 from retrofox.evaluation.live_share import measure_live_share
-from retrofox.evaluation.names import yarn_factors
 from retrofox.evaluation.needle_prompts import EncodedTask, Haystack, Prompt, make_prompts, read_haystack
 from retrofox.evaluation.statistics import mean_over_documents, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel, open_model
+from retrofox.loading.rope_scaling import set_rope
 from retrofox.support.plots import COLOURS, STYLE, save_figure, tokens_label
 
 TAIL = 512
@@ -214,11 +214,12 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
 
 def opened_models(words: Sequence[str], options: dict[str, Any]) -> Iterator[LoadedModel]:
     for word in words:
-        path, plus, baseline = word.rpartition("+")
-        if plus and not Path(word).exists():
-            yield with_yarn(open_model(path, **options), *yarn_factors([baseline]))
-        else:
-            yield open_model(word, **options)
+        path, _, factor = word.partition("+yarn:")
+        opened = open_model(path, **options)
+        if factor:
+            set_rope(opened.model, {"rope_type": "yarn", "factor": float(factor)})
+            opened = replace(opened, name=f"{opened.name} + YaRN x{factor}")
+        yield opened
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:

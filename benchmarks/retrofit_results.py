@@ -7,8 +7,6 @@ Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. Panels are read from
 ARM/panel/panel.json, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out), RULER's
 scores from ARM/ruler.json (ruler.py), arms without training from ARM/untrained.json (self_extend.py).
-RUNS/untrained/ with needle-easy/, needle-standard/ and eval/ of the base with --baseline, those that there are, make
-or add to an arm of each baseline: "yarn:4" and so on.
 """
 
 from __future__ import annotations
@@ -129,35 +127,10 @@ def without_folders(environment: dict[str, Any]) -> dict[str, Any]:
     return environment | {"command": re.sub(r"/(?:[^\s/,'=\]]+/)+", "", environment["command"])}
 
 
-def untrained(folder: Path, note: str, arms: dict[str, Any]) -> dict[str, Any]:
-    """An arm of each baseline that `eval` and `needle` made of the base, on top of what is known of it."""
-    made: dict[str, dict[str, Any]] = {}
-    known = {"tokens": 0, "seconds": 0, "needles": {}, "loss": []}
-
-    def of(key: str) -> dict[str, Any]:
-        old = arms.get(key, {})
-        notes = dict.fromkeys(text for text in (old.get("note"), note) if text)
-        return made.setdefault(key, {**known, **old, "note": "; ".join(notes)})
-
-    for mode in ("easy", "standard"):
-        path = folder / f"needle-{mode}" / "needle.json"
-        for label, found in read(path)["models"].items() if path.exists() else ():
-            if found["role"] not in ("model", "base"):
-                baseline = of(found["role"])
-                baseline["needles"] = baseline["needles"] | {mode: needles(folder, label)[mode]}
-    if (path := folder / "eval" / "eval.json").exists():
-        found = read(path)
-        for key in set(found["names"]) - {"model", "base"}:
-            of(key)["loss"], of(key)["environment"] = losses(path, key), found["environment"]
-    return made
-
-
 def collect(runs: Path, note: str, into: Path = ARMS) -> None:
     arms = read(into) if into.exists() else {"arms": {}}
     for folder in sorted(runs.iterdir()):
-        if folder.name == "untrained":
-            arms["arms"] |= untrained(folder, note, arms["arms"])
-        elif (folder / "result.json").exists():
+        if (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
         elif (folder / "untrained.json").exists():
             made = {"tokens": 0, "seconds": 0, **read(folder / "untrained.json"), **evaluations(folder)}

@@ -10,7 +10,6 @@ import typer
 from retrofox.cli.options import (
     METAVAR,
     MODEL,
-    Baselines,
     Device,
     Dtype,
     TextField,
@@ -42,7 +41,6 @@ def evaluate(
     ] = 2,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
-    baseline: Baselines = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +60,7 @@ def evaluate(
     names = task_names(tasks, include_path)
     if not data and not names:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
-    look([model, *(against or ())], data, baseline)
+    look([model, *(against or ())], data)
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
 
@@ -78,7 +76,6 @@ def evaluate(
             min_tokens=min_tokens,
             controls=controls,
             text_field=text_field,
-            baselines=baseline or [],
             tasks=names,
             include_path=include_path,
             limit=limit,
@@ -108,7 +105,6 @@ def needle(
         int, typer.Option(min=1, metavar="N", help="Prompts per length and depth, each of another text.")
     ] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    baseline: Baselines = None,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON and plots.")] = None,
     device: Device = None,
@@ -137,12 +133,12 @@ def needle(
         ) from None
     if unknown := [name for name in mode or () if name not in ("easy", "standard", "all")]:
         raise ValueError(f"mode must be one of easy, standard, or all; got {unknown[0]!r}")
-    look([model, *(against or ())], data, baseline)
+    look([model, *(against or ())], data)
     from retrofox.evaluation.needle import needle as run
     from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
-    options |= {"text_field": text_field, "baselines": baseline or []}
+    options["text_field"] = text_field
     with trusting_code(trust_remote_code):
         run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 
@@ -232,7 +228,6 @@ def report(
     ] = None,
     max_documents: Annotated[int | None, typer.Option(help="Documents that the loss reads, not the suite's.")] = None,
     trials: Annotated[int | None, typer.Option(help="Needle prompts per length and depth, not the suite's.")] = None,
-    baseline: Baselines = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="lm-eval tasks by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."),
@@ -254,12 +249,11 @@ def report(
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
     names = task_names(tasks, include_path)
-    look([model, *(against or ())], data, baseline)
+    look([model, *(against or ())], data)
     from retrofox.loading.trust import trusting_code
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
-    options |= {"baselines": baseline or [], "tasks": names}
-    options |= {"name": name, "include_path": include_path, "limit": limit}
+    options |= {"name": name, "tasks": names, "include_path": include_path, "limit": limit}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

@@ -48,10 +48,6 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
-Baselines = Annotated[
-    list[str] | None,
-    typer.Option(help="yarn:4: also the base under YaRN x 4, untrained; repeatable."),
-]
 RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the name of one that ships.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
@@ -72,20 +68,18 @@ def there(model: str) -> str:
     return model
 
 
-def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Sequence[str] | None = None) -> None:
-    """Raises, before torch is imported, for models and texts of this machine that are not there and unknown baselines.
+def look(models: Sequence[str], data: Sequence[str] | None = None) -> None:
+    """Raises, before torch is imported, for models and texts of this machine that are not there.
 
     Raises:
         FileNotFoundError: a model or text is not there.
-        ValueError: nothing readable in a directory of texts, or a baseline is misspelt.
+        ValueError: nothing readable in a directory of texts.
     """
     from retrofox.config import Source
     from retrofox.data.sources import resolve
-    from retrofox.evaluation.names import yarn_factors
 
     for name in models:
         there(name)
-    yarn_factors(baselines or ())
     for path in data or ():
         if not path.startswith("hf:"):
             resolve(Source(path=path))

@@ -1,8 +1,7 @@
-"""The columns of a measurement, one at a time: the model, the base with and without YaRN, further models."""
+"""The columns of a measurement, one at a time: the model, the base, further models."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -11,34 +10,12 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import is_converted
 from retrofox.data.windows import require_files
-from retrofox.evaluation.names import yarn_factors
-from retrofox.families import check_supported
 from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.rope_scaling import set_rope
-from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.memory import peak_bytes
 from retrofox.support.report import check_folder
-
-
-def with_yarn(base: LoadedModel, factor: float) -> LoadedModel:
-    """The base under YaRN, untrained, as a model of its own that shares the base's weights (arXiv 2309.00071).
-
-    Raises:
-        ValueError: its family or its RoPE is not one that takes YaRN.
-    """
-    tensors = (*base.model.parameters(), *base.model.buffers())
-    try:
-        check_supported(base.model.config)
-        model: Any = copy.deepcopy(base.model, {id(tensor): tensor for tensor in tensors})
-        set_rope(model, {"rope_type": "yarn", "factor": factor})
-    except ValueError as error:
-        raise ValueError(f"baseline yarn:{factor:g} of {base.name}: {error}") from None
-    name, source = f"{base.name} + YaRN x{factor:g}", f"{base.source} + yarn:{factor:g}"
-    return LoadedModel(model.eval(), base.tokenizer, name, source)
 
 
 @dataclass
@@ -47,19 +24,17 @@ class Comparison:
 
     Attributes:
         model: as `open_model` takes it; `others` likewise, the base first.
-        yarn: factors of YaRN under which the first other, or the model where there is none, is measured, too.
         tokenizer: the model's.
         place: dtype and device of `open_model`.
     """
 
     model: Any
     others: list[Any]
-    yarn: list[float]
     tokenizer: Any
     place: dict[str, Any]
 
     def columns(self) -> Iterator[tuple[str, LoadedModel]]:
-        """(key, open model) of everything that is measured: model, base, the base under YaRN, further bases.
+        """(key, open model) of everything that is measured: model, base, further bases.
 
         No two have the same name. Whoever iterates drops its own reference, so that one model's weights are freed
         before the next one's are loaded.
@@ -77,9 +52,6 @@ class Comparison:
         for number, source in enumerate([self.model, *self.others]):
             opened = named(open_model(source, tokenizer=self.tokenizer, **self.place))
             yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
-            if number == min(1, len(self.others)):
-                for factor in self.yarn:
-                    yield f"yarn:{factor:g}", named(with_yarn(opened, factor))
             opened = None
             gc.collect()
             if torch.cuda.is_available():
@@ -92,7 +64,6 @@ def compare(
     sources: Sequence[str],
     out: str | os.PathLike | None,
     *,
-    baselines: Sequence[str] = (),
     tokenizer: Any = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -101,20 +72,15 @@ def compare(
 
     Args:
         against: one model, several or None.
-        baselines: "yarn:4": the base under YaRN is a column, too.
         sources: the texts.
         out: where results go.
 
     Raises:
         FileNotFoundError: a text that is not there.
-        ValueError: results that can't go to `out`, a device, dtype or baseline that can't be, another tokenizer.
+        ValueError: results that can't go to `out`, a device or dtype that can't be, another tokenizer.
     """
     others = list(against) if isinstance(against, (list, tuple)) else [] if against is None else [against]
     require_files(sources)
-    factors, base = yarn_factors(baselines), others[0] if others else model
-    named = isinstance(base, (str, os.PathLike))
-    if factors and (holds_converted(os.fspath(base)) if named else is_converted(base)):
-        raise ValueError("YaRN is for the base, and this model is converted: give its base as the first --against")
     check_folder(out)
     check_place(device, dtype)
     if tokenizer is None:  # read without the weights
@@ -122,7 +88,7 @@ def compare(
         tokenizer = open_tokenizer(os.fspath(model)) if on_disk else open_model(model).tokenizer
     for other in others:
         require_same_tokenizer(tokenizer, other)
-    return Comparison(model, others, factors, tokenizer, {"dtype": dtype, "device": device})
+    return Comparison(model, others, tokenizer, {"dtype": dtype, "device": device})
 
 
 def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:

@@ -44,7 +44,6 @@ def evaluate(
     min_tokens: int = 2,
     controls: bool = True,
     text_field: str = "text",
-    baselines: Sequence[str] = (),
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
@@ -73,7 +72,6 @@ def evaluate(
             documents.
         controls: False skips the two control runs.
         text_field: field of JSON records that holds the text.
-        baselines: "yarn:4": also measures the base (the first `against`, or an unconverted model) under YaRN x 4.
         tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
             `include_path` and `limit` examples each; with tasks, `data` may be empty.
         dtype, device: as `open_model` takes them.
@@ -100,7 +98,7 @@ def evaluate(
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
         found = find_tasks(tasks, include_path, length=length, tokenizer=name)
     place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
-    compared = compare(model, against, sources, out, baselines=baselines, **place)
+    compared = compare(model, against, sources, out, **place)
     chosen: list[Window] = []
     if sources:
         which: dict[str, Any] = {"windows": windows, "min_tokens": min_tokens, "max_documents": max_documents}

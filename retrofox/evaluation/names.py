@@ -1,4 +1,4 @@
-"""The names of baselines, of lm-eval's tasks and of presets of them. Importing it imports no torch."""
+"""The names of lm-eval's tasks and of presets of them. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ PRESETS = {
 }
 """Name -> lm-eval's own tasks: `short` is the list of the FoX paper (Lin et al., ICLR 2025, table 2); `ruler` those of
 RULER (arXiv 2404.06654) that are made without a network: the others read essays or questions from the Hub."""
-
-
-def yarn_factors(baselines: Sequence[str]) -> list[float]:
-    """The factor of each baseline, such as 4.0 of "yarn:4", each once; raises ValueError for any other word."""
-    factors = []
-    for word in baselines:
-        match = re.fullmatch(r"yarn:([0-9]+(?:\.[0-9]+)?)", word.strip())
-        if match is None or not 1 < float(match[1]) < 1e6:
-            raise ValueError(f"a baseline is yarn:FACTOR with a factor above 1, such as yarn:4; got {word!r}")
-        factors.append(float(match[1]))
-    return list(dict.fromkeys(factors))
 
 
 def expand(tasks: Sequence[str]) -> list[str]:

@@ -46,7 +46,6 @@ def needle(
     device: str | torch.device | None = None,
     text_field: str = "text",
     tokenizer: Any = None,
-    baselines: Sequence[str] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
@@ -63,7 +62,6 @@ def needle(
         mode: easy, standard, or several of them, or "all".
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
-        baselines: "yarn:4": also asks the base under YaRN x 4.
 
     Returns:
         {"models": {name: {"modes": {mode: {"found": depths x lengths shares, "by_length": [{"length", "prompts",
@@ -84,9 +82,7 @@ def needle(
     require_at_least(1, trials=trials, depths=len(places))
     sources, lengths = listed(data), list(dict.fromkeys(lengths))
     started = time.time()
-    compared = compare(
-        model, against, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
-    )
+    compared = compare(model, against, sources, out, tokenizer=tokenizer, dtype=dtype, device=device)
     hay = read_haystack(compared.tokenizer, sources, max(lengths), text_field)
     prompts = make_prompts(hay, modes, lengths, places, trials, seed)
     result: dict[str, Any] = {

@@ -37,7 +37,6 @@ def report(
     length: int | None = None,
     max_documents: int | None = None,
     trials: int | None = None,
-    baselines: Sequence[str] = (),
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
@@ -62,7 +61,6 @@ def report(
         out: where it goes; None = the folder "report" in a converted model's directory; `push` leaves it at home.
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
-        baselines: "yarn:4": the base under YaRN x 4 is a column of needles and loss, too.
         name: what page and figures call the model; None = its directory's name.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path` and `limit` as in `evaluate`.
 
@@ -78,14 +76,13 @@ def report(
     sizes = {"length": length, "max_documents": max_documents, "trials": trials}
     chosen = choose_suite(suite, resolve_device(device).type == "cpu", **sizes, tasks=tasks)
     folder = Path(out) if out is not None else _folder_in(os.fspath(model))
-    compared = compare(model, listed(against), listed(data), folder, baselines=baselines, dtype=dtype, device=device)
+    compared = compare(model, listed(against), listed(data), folder, dtype=dtype, device=device)
     refuse_without_tasks(chosen.tasks, include_path=include_path, limit=limit)
     refuse_unknown(chosen.tasks, include_path)
     asked = Asked(
         os.fspath(model),
         listed(against),
         listed(data),
-        list(baselines),
         text_field=text_field,
         min_tokens=_shortest(listed(data), compared.tokenizer, chosen, text_field),
         include_path=include_path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,6 @@ class Asked:
     model: str
     against: list[str]
     data: list[str]
-    baselines: list[str] = field(default_factory=list)
     text_field: str = "text"
     min_tokens: int = 2
     include_path: str | None = None
@@ -88,12 +87,12 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[ReportPart], dict[str, 
 
 
 def _models_and_texts(asked: Asked) -> dict[str, Any]:
-    models = {"model": asked.model, "against": asked.against, "baselines": asked.baselines}
-    return {**models, "data": asked.data, "text_field": asked.text_field}
+    names = ("model", "against", "data", "text_field")
+    return {name: getattr(asked, name) for name in names}
 
 
 def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
-    columns, parts = 1 + len(asked.against) + len(asked.baselines), {}
+    columns, parts = 1 + len(asked.against), {}
     for mode, trials in suite.trials.items():
         count = suite.depths * trials
         options = {"lengths": list(suite.lengths), "depths": suite.depths, "mode": [mode], "trials": trials}
@@ -107,7 +106,7 @@ def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
 def _loss(asked: Asked, suite: Suite) -> ReportPart:
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
     measures = _documents(suite.documents, suite.length)
-    tokens = suite.documents * suite.length * (3 + len(asked.against) + len(asked.baselines))
+    tokens = suite.documents * suite.length * (3 + len(asked.against))
     return ReportPart("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
 
 

@@ -153,7 +153,6 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "eval {base} --data x.txt --length 4KB": "Ki, Mi, Gi: of 1024",
         "inspect {base} --length 4KB": "Ki, Mi, Gi: of 1024",
         "needle {base} --data x.txt --mode hard": "mode must be one of easy, standard, or all",
-        "needle {base} --data {r} --baseline ntk:4": "a baseline is yarn:FACTOR",
         "generate {base}": "no prompt given",
         "generate {base} hi --top-p .5": "no effect on greedy decoding",
         "generate {base} hi --max-new-tokens -3": "1 or more",

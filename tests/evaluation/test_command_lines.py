@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 PLACE = {"device": None, "dtype": None}
-NEEDLE = {"depths": 3, "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"), "baselines": ["yarn:4"]}
+NEEDLE = {"depths": 3, "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o")}
 PANEL = {"quick": True, "length": 1024, "tokens": 4096, "chat": 5, "text_field": "text"}
-REPORT = {"length": 4096, "max_documents": 5, "trials": 6, "baselines": ["yarn:4"], "tasks": ["short", "piqa"]}
+REPORT = {"length": 4096, "max_documents": 5, "trials": 6, "tasks": ["short", "piqa"]}
 REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu", "dtype": "float32", "name": "N"}
 
 
@@ -18,7 +18,7 @@ REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu
     [
         (
             "needle me/m --data x y --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard "
-            "--trials 7 --seed 5 --out o --baseline yarn:4",
+            "--trials 7 --seed 5 --out o",
             "retrofox.evaluation.needle.needle",
             ("me/m", ["me/b", "me/c"], ["x", "y"], [64, 128]),
             {**NEEDLE, **PLACE, "text_field": "text"},
@@ -31,7 +31,7 @@ REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu
         ),
         (
             "report me/m --against me/b me/c --data x y --suite long --out o --length 4Ki --max-documents 5 --trials 6 "
-            "--baseline yarn:4 --tasks short,piqa --include-path i --limit 3 --text-field body --name N --device cpu "
+            "--tasks short,piqa --include-path i --limit 3 --text-field body --name N --device cpu "
             "--dtype float32",
             "retrofox.reporting.report.report",
             ("me/m", ["me/b", "me/c"], ["x", "y"], "long", Path("o")),

@@ -169,10 +169,10 @@ def test_presets_are_lm_evals_own_names(folder, monkeypatch):
 
 def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, folder, tmp_path, run):
     arguments = ("--against", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--limit", 4)
-    more = ("--baseline", "yarn:4", "--length", 128)
+    more = ("--length", 128)
     code, out, _ = run("eval", pico_fox_checkpoint, *arguments, *more, "--out", tmp_path / "out")
     assert code == 0
     assert "paired by document" in out
     written = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert set(written["tasks"]) == {"model", "base", "yarn:4"}
-    assert set(written["task_differences"]) == {"model", "yarn:4"}
+    assert set(written["tasks"]) == {"model", "base"}
+    assert set(written["task_differences"]) == {"model"}

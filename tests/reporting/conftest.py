@@ -42,7 +42,7 @@ def made(pico_llama, pico_fox, pico_tokenizer, tmp_path_factory) -> dict[str, An
         text = f"the {word} forgets the fox, and the fox finds the {word} again. Nobody saw the {word} fall. "
         (folder / "texts" / f"{number}.txt").write_text(text * 30, encoding="utf-8")
     given = {"model": str(folder / "fox"), "against": [str(folder / "base")], "data": [str(folder / "texts")]}
-    given |= {"out": str(folder / "out"), "baselines": ["yarn:4"], "progress": False}
+    given |= {"out": str(folder / "out"), "progress": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suites, "QUICK_ON_CPU", SMALL)
         result = report(**given)

@@ -48,8 +48,8 @@ def test_every_part_is_measured_and_kept(made):
     assert "answers" not in written["parts"]["needle-easy"]["result"]
     for name, entry in result["parts"].items():
         assert json.loads((out / "parts" / name / "part.json").read_text()) == json.loads(json.dumps(entry))
-    assert [line["key"] for line in result["parts"]["loss"]["result"]["lines"]][-2:] == ["base", "yarn:4"]
-    assert list(result["parts"]["needle-easy"]["result"]["models"]) == ["fox", "base", "base + YaRN x4"]
+    assert [line["key"] for line in result["parts"]["loss"]["result"]["lines"]][-1] == "base"
+    assert list(result["parts"]["needle-easy"]["result"]["models"]) == ["fox", "base"]
     assert result["parts"]["heads"]["result"]["live_share"]["lengths"][0]["length"] == 64
     assert not list(out.rglob("*.tmp"))
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, m
     short.write_text("Ten words that all differ, so nothing here comes twice.")
     for module in ("reporting.sections", "evaluation.names"):
         monkeypatch.setattr(f"retrofox.{module}.find_spec", lambda name: None)
-    given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "baselines": []}
+    given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out")}
     for _ in range(2):
         ran.clear()
         result = report(**given, tasks=["piqa"])
@@ -187,14 +187,12 @@ def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path
     given, base = {**made["given"], "out": str(tmp_path / "out")}, made["given"]["against"][0]
     for change, error, message in (
         ({"length": 10}, ValueError, "length must be at least 64"),
-        ({"baselines": ["yan:4"]}, ValueError, "a baseline is yarn:FACTOR"),
         ({"data": ["nowhere.txt"]}, FileNotFoundError, "nowhere.txt"),
         ({"limit": 3}, ValueError, "limit says how lm-eval tasks run: name tasks, or drop it"),
         ({"tasks": ["piqa", "nope"]}, ValueError, r"unknown task nope; `lm_eval ls tasks` lists"),
         ({"tasks": ["piqa"], "include_path": "missing"}, FileNotFoundError, "include_path is not a directory: missing"),
-        ({"model": base, "against": [], "data": [], "baselines": []}, ValueError, "no part could be measured"),
+        ({"model": base, "against": [], "data": []}, ValueError, "no part could be measured"),
         ({"model": base, "out": None}, ValueError, "name a folder for the report"),
-        ({"against": [made["given"]["model"]]}, ValueError, "give its base as the first --against"),
     ):
         with pytest.raises(error, match=message):
             report(**{**given, **change})
