@@ -35,10 +35,11 @@ from transformers import AutoConfig
 from retrofox.config.reading import load_recipe
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.live_share import LENGTHS, hear_gates
+from retrofox.evaluation.live_share import hear_gates
 from retrofox.evaluation.needle import needle
 from retrofox.loading.loaded_model import open_model
 from retrofox.model import modeling_fox
+from retrofox.planning.live_share import LENGTHS
 from retrofox.support.files import write_json
 from retrofox.training.train import train
 
@@ -310,7 +311,7 @@ def live(model: str, dev: str, horizon: float, longest: int) -> dict[str, Any]:
     opened = open_model(model)
     windows = choose_windows(dev, opened.tokenizer, longest, min_tokens=longest, max_documents=3)
     rows, by_head = [], {}
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {length: [] for length in LENGTHS if length <= longest}
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {length: [] for length in LENGTHS.values() if length <= longest}
     for gates in hear_gates(opened, windows, progress=False):
         for length, documents in found.items():
             log_beta = torch.stack([gates[layer][:length] for layer in sorted(gates)]).double()  # (layers, T, Hkv)

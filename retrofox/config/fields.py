@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -14,8 +12,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from retrofox.fox_spec import FoxSpec
 from retrofox.spec_values import TOKENS
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
-
-logger = logging.getLogger(__name__)
 
 
 def _whole(value: object) -> object:
@@ -58,30 +54,12 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(read_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    """Warns, once in a process: a run reads its recipe several times."""
-    logger.warning(text)
-
-
 class Section(BaseModel):
     """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
     hints: ClassVar[dict[str, str]] = {}
     """Other programs' names for keys of this section, or keys without a counterpart here -> what to do."""
-
-    old_names: ClassVar[dict[str, str]] = {}
-    """Former names of keys of this section -> their names; older recipes go on loading."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for key in cls.old_names.keys() & values.keys():
-            _say_once(f"{key} is the old name of {cls.old_names[key]}")
-        return {cls.old_names.get(key, key): value for key, value in values.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> Section:

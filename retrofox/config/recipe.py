@@ -16,7 +16,7 @@ from retrofox.config.stage import AnyStage
 class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
-    old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+    hints: ClassVar[dict[str, str]] = {"recall": "did you mean fact_share?"}
 
     path: str = Field(min_length=1)
     weight: float = Field(
@@ -49,7 +49,7 @@ SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type
 class DataConfig(Section):
     """Where documents come from and how they become tokens."""
 
-    old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+    hints: ClassVar[dict[str, str]] = {"recall": "did you mean fact_share?"}
 
     train: list[SourceOrPath] = Field(min_length=1)
     eval: list[SourceOrPath] = Field(default=[])

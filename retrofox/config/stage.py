@@ -51,9 +51,6 @@ class Stage(Section):
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
     rates: Rates = Field(default=Rates(), validate_default=True)
-    trainable: list[str] | None = Field(
-        default=None, min_length=1, description="glob patterns of parameter names; None = every role's rate"
-    )
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors and gates have none")
     gate_weight_decay: float = Field(
         default=0.0, ge=0, description="of the gates' weights; decay of their biases would end in half-lives of a token"
@@ -62,7 +59,6 @@ class Stage(Section):
     clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_tokens: Count = 0
-    decay_tokens: Positive | None = Field(default=None, description="wsd: tokens of the final decay; None = a fifth")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     cross_entropy: Literal["auto", "chunked", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
@@ -99,21 +95,12 @@ class Stage(Section):
             f"{down + length}",
         )
         yield (
-            self.decay_tokens is not None and self.schedule != "wsd",
-            f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it",
-        )
-        yield (
             self.min_lr_ratio > 0 and self.schedule == "constant",
             f"min_lr_ratio is where a schedule ends, and constant stays at 1: remove it, got {self.min_lr_ratio:g}",
         )
         yield (
             self.warmup_tokens >= self.tokens,
             f"warmup_tokens must be less than tokens ({self.tokens}), got {self.warmup_tokens}",
-        )
-        yield (
-            self.warmup_tokens + (self.decay_tokens or 0) > self.tokens > self.warmup_tokens,
-            f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), got {self.warmup_tokens} + "
-            f"{self.decay_tokens}",
         )
         yield (
             self.offload_activations and self.gradient_checkpointing == "none",

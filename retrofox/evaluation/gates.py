@@ -20,12 +20,13 @@ from retrofox.evaluation.gates_report import (
     print_live_share,
     write_files,
 )
-from retrofox.evaluation.live_share import LENGTHS, measure_live_share
+from retrofox.evaluation.live_share import measure_live_share
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.heads.needles import LONGEST, plant
 from retrofox.heads.start import needle_scores
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
+from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import require_at_least
 from retrofox.support.report import check_folder, environment, output_console, write_results
 
@@ -99,7 +100,7 @@ def inspect(
     tokens, longest = (of(len(w.token_ids) for w in windows) if windows else 0 for of in (sum, max))
     live: dict[str, Any] | None = None
     if windows and gates:
-        lengths = [*(n for n in LENGTHS if n < longest), longest]
+        lengths = [*(n for n in LENGTHS.values() if n < longest), longest]
         live, decay = measure_live_share(opened, windows, horizon, lengths, progress)
     heads = [head for layer, gate in gates.items() for head in _heads(layer, gate, decay[layer], length, trained)]
     _require_finite(heads, opened.source)

@@ -22,11 +22,9 @@ import torch
 from retrofox.anatomy import attentions, cached_heads, exempt_tokens, inner_model, sliding_window
 from retrofox.data.windows import Window
 from retrofox.loading.loaded_model import LoadedModel
+from retrofox.planning.live_share import HORIZON, LENGTHS
 from retrofox.support.report import progress_bar
 
-HORIZON = 16.0
-"""Nats at which a key counts as forgotten where the model has no horizon of its own: e^-16 is 1e-7."""
-LENGTHS = (8192, 32768, 131072)
 C_BYTES = 8
 """Bytes of c that a cache keeps per token and query head: two float32."""
 BANDWIDTH = 3.35e12
@@ -77,7 +75,7 @@ def measure_live_share(
     opened: LoadedModel,
     windows: Sequence[Window],
     horizon: float | None = None,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] = tuple(LENGTHS.values()),
     progress: bool = True,
 ) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
     """The live share of a converted model on texts, and what its gates do on average.

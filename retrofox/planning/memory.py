@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 
 def trained_parameters(shape: Shape, lora: LoraConfig | None, stage: Stage) -> dict[str, int]:
-    """Role -> parameters that a stage trains; at most so many where `trainable` chooses among them."""
+    """Role -> parameters that a stage trains."""
     counts = {"gate_bias": shape.gates[1], "gate_weight": shape.gates[0], "pro": shape.pro}
     counts = {role: shape.layers * count for role, count in counts.items()}
     if lora is None:

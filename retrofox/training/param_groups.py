@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,24 +23,18 @@ def role_of(name: str) -> str:
 
 
 def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) -> list[str]:
-    """Sets requires_grad from the stage's rates and `trainable` patterns; returns the names that will be trained.
+    """Sets requires_grad from the stage's rates; returns the names that will be trained.
 
     Args:
         adapters: the model has LoRA adapters: pretrained tensors stay frozen, adapters take their layer's role.
 
     Raises:
-        ValueError: a pattern matches nothing, or nothing is left to train.
+        ValueError: nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in stage.trainable or []:
-        if not any(fnmatch.fnmatch(name, pattern) for name in names):
-            raise ValueError(f"trainable: pattern {pattern!r} matches no parameter; names look like {names[0]!r}")
     chosen = []
     for name, parameter in model.named_parameters():
         frozen_base = adapters and "lora_" not in name and ".modules_to_save." not in name
         wanted = stage.rate(role_of(name)) > 0 and not frozen_base and parameter.is_floating_point()
-        if wanted and stage.trainable is not None:
-            wanted = any(fnmatch.fnmatch(name, pattern) for pattern in stage.trainable)
         if ".original_module." in name:
             wanted = False
         parameter.requires_grad_(wanted)
@@ -49,7 +42,7 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
             chosen.append(name)
     if not chosen:
         rates = ", ".join(f"{role} {stage.rate(role):g}" for role in ROLES)
-        raise ValueError(f"nothing to train: the stage's rates are {rates}, its trainable patterns {stage.trainable}")
+        raise ValueError(f"nothing to train: the stage's rates are {rates}")
     return chosen
 
 
@@ -78,10 +71,10 @@ def schedule(stage: Stage, batch_tokens: int) -> Callable[[int], float]:
 
     Warm-up is linear over `warmup_tokens`, counted at the step's end so that the first step is not idle; then with
     p = progress through the rest: cosine (1 + cos pi p) / 2, linear 1 - p, constant 1, wsd 1 until the last
-    `decay_tokens` (a fifth, at most all after the warm-up) and linear from there; all from 1 down to min_lr_ratio.
+    fifth (at most all after the warm-up) and linear from there; all from 1 down to min_lr_ratio.
     """
     floor, warmup = stage.min_lr_ratio, stage.warmup_tokens
-    decay_tokens = stage.decay_tokens or max(1, min(stage.tokens // 5, stage.tokens - stage.warmup_tokens))
+    decay_tokens = max(1, min(stage.tokens // 5, stage.tokens - stage.warmup_tokens))
 
     def factor(step: int) -> float:
         seen = step * batch_tokens

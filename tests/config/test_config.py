@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from retrofox.config import ExtendStage, Recipe, dump, fields, load_recipe, schema, validate
+from retrofox.config import ExtendStage, Recipe, dump, load_recipe, schema, validate
 from retrofox.config.yaml_text import read_yaml
 from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import parse_count
@@ -77,6 +77,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
     [
         ("stages.0.lerning_rate=1", ["stages.0.lerning_rate", "did you mean 'learning_rate'"]),
         ("stages.0.rates.gates=1", ["stages.0.rates.gates", "gate_bias"]),
+        ("data.recall=0.7", ["data.recall: unknown key", "did you mean fact_share?"]),
         ("modle=x", ["modle", "did you mean 'model'"]),
         ("data.train.0.pth=x", ["which has no 'pth'", "data.train.0"]),
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
@@ -89,7 +90,6 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
         ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
-        ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         (
             "stages.0={objective: extend, tokens: 9, sequence_length: 3, schedule: constant, min_lr_ratio: 0.1}",
             ["constant stays at 1: remove it, got 0.1"],
@@ -255,11 +255,3 @@ def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(re
     data = load_recipe(recipe_file, [*shares, own]).data
     assert [(s.fact_share, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
     assert [(s.fact_share, s.questions) for s in data.eval] == [(None, None)]
-
-
-def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
-    fields._say_once.cache_clear()
-    changes = ["data.recall=0.7", "data.train=[{path: a, recall: 0.2}, b]"]
-    assert [source.fact_share for source in load_recipe(recipe_file, changes).data.read_as()] == [0.2, 0.7]
-    load_recipe(recipe_file, changes)
-    assert [record.message for record in caplog.records] == ["recall is the old name of fact_share"]

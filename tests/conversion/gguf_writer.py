@@ -10,11 +10,6 @@ from typing import Any
 import gguf
 import torch
 
-ARCHITECTURES = {
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-}
 KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -23,40 +18,25 @@ KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "norm_epsilon",
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Keys that every family writes where its config has the value."""
 
 
 def tensors(model: Any, architecture: str) -> dict[str, torch.Tensor]:
-    """GGUF name -> tensor: experts stacked, rotary channels of Llamas interleaved, norms of Gemmas with their 1."""
+    """GGUF name -> tensor: rotary channels of Llamas interleaved."""
     config = model.config
     names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
     made: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):
-            layer = name.split(".")[2]
-            gate, up = tensor.chunk(2, dim=1)
-            made |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
-            continue
-        stem, dot, kind = name.rpartition(".")
-        stem, kind = (stem, dot + kind) if kind in ("weight", "bias") else (name, ".weight")
+        stem, _, kind = name.rpartition(".")
         if architecture == "llama" and re.search(r"self_attn\.[qk]_proj", stem):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if architecture.startswith("gemma") and stem.endswith("norm"):
-            tensor = tensor + 1
-        if stem.endswith("shared_expert_gate"):
-            tensor = tensor[0]
-        made[f"{names.get_name(stem)}{kind}"] = tensor
+        made[f"{names.get_name(stem)}.{kind}"] = tensor
     return made
 
 
@@ -68,21 +48,15 @@ def keys(config: Any) -> dict[str, Any]:
     """Keys of the architecture, without its prefix, as the converter writes them."""
     values = {key: getattr(config, name) for key, name in KEYS.items() if getattr(config, name, None) is not None}
     rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values["rope.freq_base"] = float(rope["rope_theta"])
-    if config.model_type in ("llama", "phi3"):
-        values["rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))
+    if config.model_type == "llama":
+        values["rope.dimension_count"] = head
         values["vocab_size"] = config.vocab_size
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
-        values["attention.sliding_window"] = config.sliding_window or 0
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.model_type == "gemma2":
-            values[name] = float(getattr(config, name))
     return values
 
 
@@ -107,15 +81,12 @@ def write(
     extra_tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes a model's config, weights and tokenizer to a .gguf file, with more keys and tensors or others."""
-    architecture = str(ARCHITECTURES.get(model.config.model_type, model.config.model_type))
+    architecture = model.config.model_type
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in {**keys(model.config), **(extra_keys or {})}.items():
         full = f"{architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(full, value)
-        else:
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-            add[type(value)](full, value)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](full, value)
     vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     writer.add_tokenizer_model("gpt2")
     known = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)

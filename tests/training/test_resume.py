@@ -203,7 +203,6 @@ def test_a_run_begun_before_some_fields_were_there_goes_on_and_their_values_stil
         for field in fields:
             del section[field]
     kept["recipe"]["fox"]["preset"] = "fox-partial"  # its name of then
-    kept["recipe"]["data"]["recall"] = kept["recipe"]["data"].pop("fact_share")
     (out / "recipe.yaml").write_text(yaml.safe_dump(kept))
     assert batches_of(out, loaded) == batches
     for change, told in (("fox.horizon=16", "fox"), ("stages.0.max_position=128", "stages.0.max_position")):

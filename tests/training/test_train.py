@@ -215,10 +215,6 @@ def test_roles_and_groups(pico_fox):
     decayed = parameter_groups(model, make_stage(weight_decay=0.2, gate_weight_decay=0.3))
     assert [group["weight_decay"] for group in decayed] == [0, 0.3, 0, 0.2, 0.2, 0, 0.2]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
-    only = set_trainable(model, make_stage(trainable=["*.q_proj.weight"]))
-    assert len(only) == 2
-    with pytest.raises(ValueError, match="matches no parameter"):
-        set_trainable(model, make_stage(trainable=["*.qq_proj.*"]))
     with pytest.raises(ValueError, match="nothing to train"):
         set_trainable(model, make_stage(learning_rate=0.0))
 
@@ -231,7 +227,7 @@ def test_schedules_in_tokens():
     assert factors([0, 5, 9], schedule="linear") == [1.0, 0.5, 0.1]
     assert factors([0, 5], schedule="cosine", min_lr_ratio=0.5) == [1.0, 0.75]
     assert factors([0, 1, 3], schedule="constant", warmup_tokens=400) == [0.25, 0.5, 1.0]
-    assert factors([0, 7, 8, 9], schedule="wsd", decay_tokens=200) == [1.0, 1.0, 1.0, 0.5]
+    assert factors([0, 7, 8, 9], schedule="wsd") == [1.0, 1.0, 1.0, 0.5]
     assert factors([7, 8, 9], schedule="wsd", warmup_tokens=900) == [0.8889, 1.0, 1.0]  # nothing left but the decay
     assert count_steps(make_stage(tokens=1001), 100) == 11
     assert accumulation(make_stage(micro_batch=2), 200, 5) == 2
