@@ -65,8 +65,6 @@ def new(
 
     if out.exists():
         raise ValueError(f"{out} exists: remove it or name another file")
-    if not out.absolute().parent.parent.is_dir():  # one new directory, not the path to it, as `cp` has it
-        raise ValueError(f"there is no directory {out.parent.parent} to make {out.parent.name}/ in: name another file")
     text = new_recipe(model, length, hardware(gpu, memory), gpus, adapters=lora)
     out.parent.mkdir(exist_ok=True)
     out.write_text(text, encoding="utf-8")

@@ -218,7 +218,3 @@ class Recipe(Section):
             "adapt" in objectives[adapt:],
             "adapt changes the original that the stages before it learn from: put it first",
         )
-        yield (
-            adapt == len(objectives),
-            "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)",
-        )

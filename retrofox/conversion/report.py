@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     rows["rotary pairs"] = f"{span} of {plan['rotary_pairs']} kept as they were"
     if slowed:
         rows["rotary pairs"] += f", {slowed} slower"
-    rows["sink tokens"] = _exemption(plan["exempt_tokens"])
+    rows["sink tokens"] = str(max(plan["exempt_tokens"]) or "none")
     rows["added"] = f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
     rows["added"] += size(plan["bytes_added"])
     if plan["settings_replaced"]:
@@ -67,15 +67,6 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(name, escape(value))
     Console(emoji=False).print(table)
-
-
-def _exemption(tokens: Sequence[int]) -> str:
-    """How many first tokens of a document never decay, in words, from the number in each layer."""
-    some = [count for count in tokens if count]
-    if not some:
-        return "none"
-    where = f" in {len(some)} of {len(tokens)} layers (the others have a sliding window)"
-    return f"{some[0]}{where if len(some) < len(tokens) else ''}"
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Whether instructions survive: greedy answers of a model beside those of its base, which made them first.
 
 The base answers prompts by its own chat template, greedily. The model answers the same prompts. Reported are the share
-of answers that are the same token by token, the mean length of the common prefix, the loss of the base's own answers
+of answers that are the same token by token, the loss of the base's own answers
 under the model and under the base, and how many instructions that a program can check are followed by either.
 """
 
@@ -72,12 +72,6 @@ def answer(
     return answers
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens at the beginning that both have in common."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
 def compare_answers(
     model: LoadedModel,
     base: LoadedModel,
@@ -88,7 +82,7 @@ def compare_answers(
     """The model's answers `own` beside the base's answers `its`.
 
     Returns:
-        {"prompts", "same": {"value", "interval"}, "common_prefix" (tokens), "answer_tokens", "loss", "base",
+        {"prompts", "same": {"value", "interval"}, "loss", "base",
         "difference", "followed"}; loss, base and difference, nats per token of the base's answers, as
         `mean_over_documents` gives them; "followed" as `followed` does.
     """
@@ -105,8 +99,6 @@ def compare_answers(
     return {
         "prompts": len(its),
         "same": {"value": same, "interval": list(wilson_interval(same, len(its)))},
-        "common_prefix": float(np.mean([common_prefix(a, b) for a, b in zip(own, its, strict=True)])),
-        "answer_tokens": float(counts.mean()),
         "loss": mean_over_documents(sums[0], counts),
         "base": mean_over_documents(sums[1], counts),
         "difference": mean_over_documents(sums[0] - sums[1], counts),

@@ -149,8 +149,7 @@ def instruction_sentence(found: Mapping[str, Any]) -> str:
     low, high = (100 * end for end in found["same"]["interval"])
     text = (
         f"Of {found['prompts']} greedy answers {100 * found['same']['value']:.0f} % are the base's token by token "
-        f"({low:.0f} to {high:.0f}); {found['common_prefix']:.1f} of {found['answer_tokens']:.1f} tokens agree before "
-        f"the first that differs; the base's answers cost {found['difference']['mean']:+.3f} nats a token more"
+        f"({low:.0f} to {high:.0f}); the base's answers cost {found['difference']['mean']:+.3f} nats a token more"
     )
     followed = found["followed"]
     if followed is None:

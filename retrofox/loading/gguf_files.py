@@ -28,8 +28,15 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 READ = {
     *("attention.key_length", "attention.value_length", "attention.scale", "attention.layer_norm_epsilon"),
     *("rope.dimension_count", "rope.scale_linear", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"),
-    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    *("rope.scaling.finetuned", "tensor_data_layout", "size_label", "vocab_size", "context_length", "block_count"),
+    *(
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+        "size_label",
+        "vocab_size",
+        "context_length",
+        "block_count",
+    ),
 }
 """Keys that are read here, or change nothing."""
 NEUTRAL: dict[str, Any] = {
@@ -121,54 +128,37 @@ def _refuse_unknown(file: str | Path, model_type: str, values: Values) -> None:
 
 
 def _rope(file: str | Path, values: Values, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """RoPE's base and scaling: keys `rope.scaling.*`, or a tensor that divides the frequencies."""
+    """RoPE's base, and Llama 3's scaling, which a tensor holds; any other scaling is refused."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
-    kind = values.get("rope.scaling.type", "linear")
-    original, held = int(values.get("rope.scaling.original_context_length", 0)), sorted(tensors)
-    if held == ["rope_freqs.weight"] and (kind == "none" or (kind == "linear" and factor == 1)):
-        found = _llama3_of(tensors[held[0]], rope["rope_theta"])
-        if found is None:
-            raise _refuse(file, held[0], "factors of no llama3 scaling")
-        return rope | found
-    if held or kind not in ("none", "linear", "yarn") or (kind == "yarn" and not original):
-        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {held}")
-    if kind == "linear" and factor != 1:
-        rope |= {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name in ("beta_fast", "beta_slow"):
-            if f"rope.scaling.yarn_{name}" in values:
-                rope[name] = float(values[f"rope.scaling.yarn_{name}"])
-    return rope
+    kind, held = values.get("rope.scaling.type", "linear"), sorted(tensors)
+    if kind != "none" and (kind != "linear" or factor != 1):
+        raise _refuse(file, "rope.scaling.type", f"{kind}, with factor {factor:g} and tensors {held}")
+    if not held:
+        return rope
+    found = _llama3_of(tensors[held[0]], rope["rope_theta"]) if held == ["rope_freqs.weight"] else None
+    if found is None:
+        raise _refuse(file, held[0], "factors of no Llama 3 scaling")
+    return rope | found
 
 
 def _llama3_of(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """The llama3 scaling that divides the frequencies by `factors`, (head_dim / 2,); None where none does.
+    """The scaling of a Llama 3 that divides the frequencies by `factors`, (head_dim / 2,); None where none does.
 
-    With w = 2 pi / frequency and s = (L / w - 1) / (high - 1), llama3's divisor is 1 where s > 1, F where s < 0, and
-    1 / ((1 - s) / F + s) between. Its `low_freq_factor` only divides L and high: it is taken as 1, as in Llama 3.
+    With w = 2 pi / frequency and s = (8192 / w - 1) / (4 - 1), the divisor is 1 where s > 1, F where s < 0, and
+    1 / ((1 - s) / F + s) between.
     """
     factors = np.asarray(factors, np.float64)
     if np.allclose(factors, 1):
         return {}
     waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    factor = float(factors.max())
-    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.zeros_like(factors)
-    between = (smooth > 1e-6) & (smooth < 1 - 1e-6)
-    guesses = [(8192, 4.0)]
-    if between.sum() > 1:
-        slope, start = np.polyfit(1 / waves[between], smooth[between], 1)  # L / (high - 1), -1 / (high - 1)
-        if start < 0:
-            guesses.append((round(-slope / start), round(1 - 1 / float(start), 4)))
-    for original, high in guesses:
-        share = np.clip((original / waves - 1) / (high - 1), 0, 1)
-        if np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    return None
+    factor, share = float(factors.max()), np.clip((8192 / waves - 1) / 3, 0, 1)
+    if not np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }

@@ -53,10 +53,6 @@ def keys(config: Any) -> dict[str, Any]:
     if config.model_type == "llama":
         values["rope.dimension_count"] = head
         values["vocab_size"] = config.vocab_size
-    if rope["rope_type"] in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] == "yarn":
-        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     return values
 
 

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
-from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.tokenizers import load_tokenizer
 from tests import conftest
 from tests.conversion.gguf_writer import KEYS, write
@@ -24,16 +23,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_theta": 500_000.0,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
     "llama, llama3": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3, "max_position_embeddings": 131_072}),
-    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+    "llama, llama3 of 3.1": ("llama", {"head_dim": 128, "rope_parameters": LLAMA3 | {"factor": 8.0}}),
     "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2, yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3, yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN}),
 }
 
 
@@ -62,23 +58,6 @@ def test_a_file_gives_the_model_that_it_was_made_from(name, pico_tokenizer, tmp_
     model = made(*FAMILIES[name])
     read, _ = load_base(write(model, pico_tokenizer, tmp_path / "pico.gguf"))
     torch.testing.assert_close(logits(read), logits(model), atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"factor": 8.0, "rope_theta": 5e5},
-        {"factor": 16.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 2048, "rope_theta": 1e6},
-        {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0},
-    ],
-)
-def test_llama3_scaling_comes_back_from_its_factors(scaling, pico_tokenizer, tmp_path):
-    model = made("llama", {"head_dim": 128, "rope_parameters": LLAMA3 | scaling, "max_position_embeddings": 65_536})
-    rope = gguf_config(write(model, pico_tokenizer, tmp_path / "pico.gguf")).rope_parameters
-    assert rope["rope_type"] == "llama3"
-    low = model.config.rope_parameters["low_freq_factor"]
-    for name, value in {"factor": 1, "high_freq_factor": low, "original_max_position_embeddings": low}.items():
-        assert rope[name] == pytest.approx(model.config.rope_parameters[name] / value)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +91,14 @@ SHORT, LONG = "rope_freqs.weight", "rope_factors_long.weight"
 @pytest.mark.parametrize(
     ("keys", "tensors", "said"),
     [
-        ({}, {SHORT: FACTORS}, r"rope_freqs\.weight = factors of no llama3 scaling"),
-        (SCALED, {SHORT: FACTORS}, rf"rope\.scaling\.type = linear, with tensors \['{SHORT}'\]"),
-        (SCALED, {LONG: FACTORS}, rf"rope\.scaling\.type = linear, with tensors \['{LONG}'\]"),
-        (YARN_KEYS, {SHORT: FACTORS}, rf"rope\.scaling\.type = yarn, with tensors \['{SHORT}'\]"),
-        (YARN_KEYS, {LONG: FACTORS}, rf"rope\.scaling\.type = yarn, with tensors \['{LONG}'\]"),
+        ({}, {SHORT: FACTORS}, r"rope_freqs\.weight = factors of no Llama 3 scaling"),
+        ({"rope.scaling.factor": 4.0}, {}, r"rope\.scaling\.type = linear, with factor 4"),  # as llama.cpp reads it
+        (YARN_KEYS, {}, r"rope\.scaling\.type = yarn, with factor 4"),
+        ({}, {LONG: FACTORS}, r"rope_factors_long\.weight = factors of no"),
+        (SCALED, {SHORT: FACTORS}, rf"rope\.scaling\.type = linear, with factor 4 and tensors \['{SHORT}'\]"),
+        (SCALED, {LONG: FACTORS}, rf"rope\.scaling\.type = linear, with factor 4 and tensors \['{LONG}'\]"),
+        (YARN_KEYS, {LONG: FACTORS}, rf"rope\.scaling\.type = yarn, with factor 4 and tensors \['{LONG}'\]"),
         (ATTENTION, {}, r"rope\.scaling\.attn_factor = 1\.29"),
-        (SCALED | ATTENTION, {}, r"rope\.scaling\.attn_factor = 1\.29"),
         ({}, {"blk.1.attn_q.bias": torch.ones(32)}, r"1 of its tensors, such as blk\.1\.attn_q\.bias"),
     ],
 )
@@ -127,12 +107,6 @@ def test_scalings_and_tensors_that_transformers_would_drop_are_refused(keys, ten
     file = write(model, pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys, extra_tensors=tensors)
     with pytest.raises(ValueError, match=said):
         load_base(file)
-
-
-def test_a_factor_without_a_type_is_linear_as_llama_cpp_reads_it(pico_tokenizer, tmp_path):
-    keys = {"rope.scaling.factor": 4.0}
-    file = write(made("llama", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys)
-    assert gguf_config(file).rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
 
 
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "attention.layer_norm_rms_epsilon", "context_length"])

@@ -122,7 +122,6 @@ def test_frozen_originals_stay_their_own_teachers(values, tmp_path):
             {"stages": [LATER[0], ADAPT]},
             "adapt changes the original that the stages before it learn from: put it first",
         ),
-        ({"stages": [ADAPT]}, "adapt leaves the gates as they are"),
         (
             {"stages": [{**ADAPT, "rates": {"gate_bias": 1e-3}}, LATER[1]]},
             "rates.gate_bias must be 0 or left out: adapt",
