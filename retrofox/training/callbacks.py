@@ -142,11 +142,10 @@ def half_life_statistics(mean_log_f: torch.Tensor, length: int) -> dict[str, flo
         length: tokens of a row, over which a dead head decays by less than DEAD_DECAY.
     """
     lives = half_life_tokens(mean_log_f.double().clamp_max(-1e-12))
-    p10, p50, p90 = torch.quantile(lives, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    p10, p90 = torch.quantile(lives, torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return {
         "half_life_mean": float(lives.log().mean().exp()),
         "half_life_p10": p10,
-        "half_life_p50": p50,
         "half_life_p90": p90,
         "gates_dead": float((-mean_log_f.double() * length < DEAD_DECAY).double().mean()),
     }
