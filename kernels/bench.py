@@ -5,12 +5,10 @@ examples:
   python kernels/bench.py --quick                                           two shapes and two decoding steps
   python kernels/bench.py --only '^table 2,8192' --only ours                what both regular expressions match
   python kernels/bench.py --list --only decode                              the labels they are searched in, no GPU
-  python kernels/bench.py --out benchmarks/kernels.json --resume            go on where a run was cut off
   python kernels/bench.py --chart benchmarks/kernels.json                   a PNG, an SVG and the summary of it, no GPU
 
 stages, in this order: table (the shapes everyone is compared on, dense and with a horizon, gates of short memory),
-decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents), flex (FlexAttention on the
-table's shapes, in the one form that trains the gate: s - c[b, h, kv]).
+decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents).
 
 how: a contender compiles at its first call, which is not timed. Times are medians of CUDA events around the call,
 launches included, calls queued one after another with the L2 flushed between; eight rounds over all contenders of a
@@ -26,7 +24,6 @@ exit codes: 0 done, 1 some measurement of ours is missing (the JSON says why), 2
 import argparse
 import importlib.util
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -34,7 +31,7 @@ from pathlib import Path
 from bench_problems import METHOD, OURS, Decode, Task, select, tasks
 from bench_report import check, decode_line, draw, error_line, markdown, row_line
 
-LISTS = {"table": "rows", "extras": "rows", "flex": "rows", "decode": "decode", "errors": "errors"}
+LISTS = {"table": "rows", "extras": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
 
 
@@ -43,10 +40,6 @@ class Results:
 
     def __init__(self, path: Path | None, data: dict):
         self.path, self.data = path, data
-
-    def has(self, task: Task, name: str) -> bool:
-        rows = self.data[LISTS[task.stage]]
-        return any(r["problem"] == task.problem.name and r["contender"] == name for r in rows)
 
     def add(self, task: Task, rows: list[dict]) -> None:
         kind = LISTS[task.stage]
@@ -57,7 +50,7 @@ class Results:
         self.save()
 
     def skip(self, problem: str, contender: str, why: str) -> None:
-        """Note that a contender was not measured: it can't run the problem, it crashed, or the time was over."""
+        """Note that a contender was not measured: it can't run the problem, or it crashed."""
         self.data["skipped"].append([problem, contender, why])
         print(f"skipped {problem} | {contender}: {why}", flush=True)
 
@@ -78,19 +71,11 @@ def read(path: str) -> dict:
 
 
 def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Results:
-    """Return where the results go: a fresh file's, or with --resume an earlier run's on the same machine."""
-    path = Path(arguments.out) if arguments.out else None
+    """Return where the results go, with what is known of the run so far."""
     command = " ".join(["python kernels/bench.py", *arguments.given])
-    fresh = {"schema": 2, "command": command, "method": METHOD, "machine": machine, **ceilings}
-    fresh |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
-    if arguments.resume and path is not None and path.exists():
-        earlier = read(str(path))
-        for what in ("name", "versions"):
-            if earlier["machine"][what] != machine[what]:
-                before, now = earlier["machine"][what], machine[what]
-                raise ValueError(f"--resume: {path} was measured with {before}, this is {now}: give another --out")
-        return Results(path, {**earlier, "skipped": [], "complete": False})
-    return Results(path, fresh)
+    data = {"schema": 2, "command": command, "method": METHOD, "machine": machine, **ceilings}
+    data |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
+    return Results(Path(arguments.out) if arguments.out else None, data)
 
 
 def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
@@ -102,7 +87,6 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     if arguments.official:
         load_official(arguments.official)  # refused now, not after minutes
     started = time.monotonic()
-    until = started + arguments.seconds
     torch.manual_seed(0)
     clock = Clock(arguments.budget_ms)
     idle = machine()
@@ -111,22 +95,15 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     print(json.dumps(results.data["machine"]), flush=True)
     print(f"matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gb_s']:.0f} GB/s", flush=True)
 
-    def one(task: Task, names: set[str]) -> tuple[list[dict], list[tuple[str, str]]]:
+    def one(task: Task) -> tuple[list[dict], list[tuple[str, str]]]:
         if isinstance(task.problem, Decode):
             return decode(task.problem, clock, top["copy_gb_s"])
-        table = setups(arguments.official, names)
+        table = setups(arguments.official, task.contenders)
         return errors(table, task.problem) if task.stage == "errors" else measure(table, task.problem, clock)
 
     for task in plan:
-        names = {n for n in task.contenders if not results.has(task, n)}
-        if not names:
-            continue
-        if time.monotonic() > until:
-            for name in names:
-                results.skip(task.problem.name, name, f"--seconds {arguments.seconds:g} were over")
-            continue
         began = time.monotonic()
-        rows, skipped = one(task, names)
+        rows, skipped = one(task)
         results.add(task, rows)
         for name, why in skipped:
             results.skip(task.problem.name, name, why)
@@ -149,13 +126,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--official", metavar="PATH", help="the official kernel's forgetting_attention.py; left out without"
     )
     parser.add_argument("--out", metavar="JSON", help="write the results here, after each problem")
-    parser.add_argument("--resume", action="store_true", help="keep what --out already has and measure the rest")
     parser.add_argument(
         "--only", action="append", default=[], metavar="REGEX", help="measure what matches; all, if repeated"
     )
     parser.add_argument("--quick", action="store_true", help="two shapes of the table and two decoding steps")
     parser.add_argument("--list", action="store_true", help="print the labels of what would be measured, and end")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no measurement after this time")
     parser.add_argument(
         "--budget-ms", type=float, default=30.0, help="for a contender's turn; two calls at least (%(default)g)"
     )
@@ -164,13 +139,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     arguments.given = argv
-    others = [n for n in ("official", "out", "resume", "only", "quick", "list") if getattr(arguments, n)]
+    others = [n for n in ("official", "out", "only", "quick", "list") if getattr(arguments, n)]
     if arguments.chart and others:
         parser.error(f"--chart draws what was measured before: leave --{others[0]} out")
-    if not min(arguments.seconds, arguments.budget_ms) > 0:
-        parser.error("--seconds and --budget-ms must be positive")
-    if arguments.resume and not arguments.out:
-        parser.error("--resume needs --out, the file to go on with")
+    if not arguments.budget_ms > 0:
+        parser.error("--budget-ms must be positive")
     if arguments.official and not Path(arguments.official).is_file():
         parser.error(f"--official {arguments.official}: no such file")
     return arguments

@@ -84,25 +84,6 @@ def sdpa(x, backend):
     return inputs, do, run
 
 
-def flex(x):
-    import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._functorch.config.donated_buffer = False  # the timed backward keeps its graph
-    torch._dynamo.reset()  # else it gives up compiling after eight shapes
-    inputs, do = heads_first(x)
-    c = x["log_f"].detach().transpose(1, 2).cumsum(-1).contiguous().requires_grad_()
-    T = inputs[0].shape[2]
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    grouped = inputs[0].shape[1] != inputs[1].shape[1]
-
-    def decayed(s, b, h, i, j):
-        return s - c[b, h, j]  # c_i cancels in the softmax; with it the gradient of c is refused
-
-    return [*inputs, c], do, lambda: compiled(*inputs, score_mod=decayed, block_mask=mask, enable_gqa=grouped)
-
-
 def load_official(path: str) -> ModuleType:
     """Return the official kernel's module from its file. Raises ValueError where it isn't one or can't be imported."""
     spec = importlib.util.spec_from_file_location("official_forgetting_attention", path)
@@ -118,7 +99,7 @@ def load_official(path: str) -> ModuleType:
     return module
 
 
-def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
+def setups(official_path: str | None, names: tuple[str, ...]) -> dict[str, Callable]:
     """Return name -> what sets a contender up on `tensors`, for the names given."""
     backends = torch.nn.attention.SDPBackend
     table: dict[str, Callable] = {
@@ -127,7 +108,6 @@ def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
         HORIZON: lambda x: ours(x, horizon=16.0),
         "plain Triton": lambda x: ours(x, backend="triton"),
         "fla": fla,
-        "FlexAttention": flex,
         "FlashAttention-2, no gate": lambda x: sdpa(x, backends.FLASH_ATTENTION),
         "cuDNN, no gate": lambda x: sdpa(x, backends.CUDNN_ATTENTION),
     }

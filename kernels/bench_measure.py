@@ -31,18 +31,13 @@ class Clock:
         self.budget_ms = budget_ms
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
-    def sample(self, run: Callable, repeats: int, flushes: int = 1, clean: bool = False) -> list[float]:
-        """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched.
-
-        A flush leaves the L2 full of lines that must be written back while the call runs; clean, full of lines read.
-        """
+    def sample(self, run: Callable, repeats: int, flushes: int = 1) -> list[float]:
+        """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         self.flush.zero_()  # the first call is launched behind two
         for start, end in events:
             for _ in range(flushes):
                 self.flush.zero_()
-            if clean:
-                self.flush.view(torch.int64).sum()
             start.record()
             run()
             end.record()
@@ -171,11 +166,7 @@ def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[tuple[str, str]]]:
-    """Return a decoding step's time and its rate over the live cache, launched and replayed from a CUDA graph.
-
-    Each after a flush that wrote, and after one that read: in a model the weights just read are what fills the L2.
-    same_: a copy of as many bytes, read and written, launched alike: short copies are slower than a long one.
-    """
+    """Return a decoding step's time and its rate over the live cache, launched and replayed from a CUDA graph."""
     try:
         step, live_bytes, live = decoding(p)
         repeats = clock.repeats(step)
@@ -185,12 +176,10 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    source, target = (torch.empty(live_bytes // 2, dtype=torch.int8, device="cuda") for _ in range(2))
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {"": [], "graph_": []}
     for _ in range(ROUNDS):
-        for clean in ("", "clean_"):
-            for how, call in (("", step), ("graph_", graph.replay), ("same_", lambda: target.copy_(source))):
-                samples.setdefault(f"{clean}{how}", []).extend(clock.sample(call, repeats, clean=bool(clean)))
+        samples[""] += clock.sample(step, repeats)
+        samples["graph_"] += clock.sample(graph.replay, repeats)
     row = {"contender": "ours", "live": live, "live_mb": live_bytes / 1e6}
     for how, times in samples.items():
         ms = statistics.median(times)

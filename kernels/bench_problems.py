@@ -9,15 +9,14 @@ HORIZON = "ours, horizon 16"
 SPARSE = (HORIZON, "official, pruned")
 OURS = ("ours", UNORDERED, HORIZON, "plain Triton")
 ON_AND_OFF = ("ours", HORIZON, "plain Triton")
-CONTENDERS = (*DENSE, UNORDERED, *SPARSE, "FlexAttention")
-STAGES = ("table", "decode", "errors", "extras", "flex")
+CONTENDERS = (*DENSE, UNORDERED, *SPARSE)
 OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 GATES = ("open", "mixed", "short")
 METHOD = (
     "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
     "before each by writing 256 MB; eight rounds over all contenders of a problem, 2 to 30 calls each in turn, in a "
     "new order every round; queued_ms: the same step while the GPU is kept busy until all is launched; peak_mb: one "
-    "step beyond its inputs; clean_: after a flush that reads the 256 MB, too; bf16 throughout"
+    "step beyond its inputs; bf16 throughout"
 )
 
 
@@ -96,7 +95,6 @@ def tasks(official: bool, fla: bool) -> list[Task]:
     plan += [Task("extras", Problem(2, 8192, 8, 8, 256), ("ours", "plain Triton", "fla", *ungated))]
     plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*ON_AND_OFF, "fla")) for D in (64, 128)]
     plan += [Task("extras", p._replace(gates="mixed"), ("ours", *SPARSE, "official")) for p in TABLE[:2]]
-    plan += [Task("flex", p, ("FlexAttention",)) for p in TABLE]
     missing = {n for n in CONTENDERS if (n.startswith("official") and not official) or (n == "fla" and not fla)}
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]
 

@@ -50,11 +50,9 @@ def row_line(row: dict) -> str:
 
 
 def decode_line(row: dict) -> str:
-    clean = f"; L2 clean {row['clean_of_copy']:.0%}, {row['clean_graph_of_copy']:.0%}" if "clean_ms" in row else ""
-    same = f"; a copy as short {row['same_of_copy']:.0%}, {row['clean_same_of_copy']:.0%}" if "same_ms" in row else ""
     return (
         f"decode {row['problem']:24} {row['ms']:8.4f} ms {row['gb_s']:6.0f} GB/s, {row['of_copy']:.0%} of a copy, "
-        f"as a graph {row['graph_of_copy']:.0%}{clean}{same}; live {row['live']:.0%}"
+        f"as a graph {row['graph_of_copy']:.0%}; live {row['live']:.0%}"
     )
 
 
