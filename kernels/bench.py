@@ -2,7 +2,6 @@
 
 examples:
   python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything: minutes, most of them compiling
-  python kernels/bench.py --quick                                           two shapes and two decoding steps
   python kernels/bench.py --only '^table 2,8192' --only ours                what both regular expressions match
   python kernels/bench.py --list --only decode                              the labels they are searched in, no GPU
   python kernels/bench.py --chart benchmarks/kernels.json                   a PNG, an SVG and the summary of it, no GPU
@@ -29,7 +28,7 @@ import time
 from pathlib import Path
 
 from bench_problems import METHOD, OURS, Decode, Task, select, tasks
-from bench_report import check, decode_line, draw, error_line, markdown, row_line
+from bench_report import decode_line, draw, error_line, markdown, row_line
 
 LISTS = {"table": "rows", "extras": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
@@ -65,9 +64,12 @@ class Results:
 def read(path: str) -> dict:
     """Return a result file's content. Raises ValueError with the path where it isn't one."""
     try:
-        return check(json.loads(Path(path).read_text()))
+        result = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    if not isinstance(result, dict) or not {"machine", "rows", "decode", "errors"} <= result.keys():
+        raise ValueError(f"{path} is no result: give a file that kernels/bench.py --out wrote")
+    return result
 
 
 def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Results:
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
         load_official(arguments.official)  # refused now, not after minutes
     started = time.monotonic()
     torch.manual_seed(0)
-    clock = Clock(arguments.budget_ms)
+    clock = Clock()
     idle = machine()
     top = ceilings(clock)
     results = start(arguments, {**idle, "under_load": machine()}, top)
@@ -129,21 +131,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="REGEX", help="measure what matches; all, if repeated"
     )
-    parser.add_argument("--quick", action="store_true", help="two shapes of the table and two decoding steps")
     parser.add_argument("--list", action="store_true", help="print the labels of what would be measured, and end")
-    parser.add_argument(
-        "--budget-ms", type=float, default=30.0, help="for a contender's turn; two calls at least (%(default)g)"
-    )
     parser.add_argument(
         "--chart", metavar="JSON", help="draw an earlier run's chart beside it, print its summary, and end"
     )
     arguments = parser.parse_args(argv)
     arguments.given = argv
-    others = [n for n in ("official", "out", "only", "quick", "list") if getattr(arguments, n)]
+    others = [n for n in ("official", "out", "only", "list") if getattr(arguments, n)]
     if arguments.chart and others:
         parser.error(f"--chart draws what was measured before: leave --{others[0]} out")
-    if not arguments.budget_ms > 0:
-        parser.error("--budget-ms must be positive")
     if arguments.official and not Path(arguments.official).is_file():
         parser.error(f"--official {arguments.official}: no such file")
     return arguments
@@ -157,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
             draw(result, Path(arguments.chart))
             print(markdown(result))
             return 0
-        plan = select(tasks(bool(arguments.official), has_fla()), arguments.only, arguments.quick)
+        plan = select(tasks(bool(arguments.official), importlib.util.find_spec("fla") is not None), arguments.only)
         if arguments.list:
             print("\n".join(task.label(name) for task in plan for name in task.contenders))
             return 0
@@ -171,10 +167,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(markdown(results.data))
     return 0 if results.data["complete"] else 1
-
-
-def has_fla() -> bool:
-    return importlib.util.find_spec("fla") is not None
 
 
 if __name__ == "__main__":

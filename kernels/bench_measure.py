@@ -27,7 +27,7 @@ def failures() -> tuple[type[Exception], ...]:
 class Clock:
     """CUDA events around a call, launches included; calls queue up, each after a write that flushes the L2."""
 
-    def __init__(self, budget_ms: float):
+    def __init__(self, budget_ms: float = 30.0):
         self.budget_ms = budget_ms
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 

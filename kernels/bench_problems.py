@@ -76,7 +76,6 @@ TABLE = (
     Problem(1, 32768, 16, 16, 128),
     Problem(1, 16384, 32, 8, 128),
 )
-QUICK = 2  # the first so many of the table, and of decoding
 DECODE = (
     *(Decode(batch, cache) for cache in (32768, 131072, 4096, 16384) for batch in (1, 16)),
     *(Decode(batch, cache, "mixed") for cache in (131072, 32768) for batch in (1, 16)),
@@ -99,14 +98,11 @@ def tasks(official: bool, fla: bool) -> list[Task]:
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]
 
 
-def select(plan: list[Task], only: list[str], quick: bool) -> list[Task]:
-    """Return the part of a plan whose labels match every pattern of `only`; with `quick`, of its first problems.
+def select(plan: list[Task], only: list[str]) -> list[Task]:
+    """Return the part of a plan whose labels match every pattern of `only`.
 
     Raises ValueError for a pattern that is no regular expression and for a selection that leaves nothing.
     """
-    if quick:
-        few = {*TABLE[:QUICK], *DECODE[:QUICK]}
-        plan = [t for t in plan if t.problem in few and t.stage in ("table", "decode")]
     try:
         patterns = [re.compile(text) for text in only]
     except re.error as error:

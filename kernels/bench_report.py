@@ -117,12 +117,3 @@ def bars(axis: Any, result: dict, shapes: list[Problem], names: list[str]) -> No
     axis.margins(y=0.35)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper left")
-
-
-def check(result: dict) -> dict:
-    """Return a result read from a file. Raises ValueError where it isn't one of the benchmark's."""
-    wanted = ("machine", "rows", "decode", "errors", "skipped")
-    missing = [n for n in wanted if n not in result] if isinstance(result, dict) else wanted
-    if missing:
-        raise ValueError(f"it has no {', '.join(missing)}: give a file that kernels/bench.py --out wrote")
-    return result

@@ -57,9 +57,8 @@ def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: b
     decay = c[:, :, S - T :, None] - c[:, :, None, :]  # (B, H, T, S)
     i = torch.arange(S - T, S, device=q.device)[:, None]
     j = torch.arange(S, device=q.device)
-    start = document_starts(B, S, documents.cu_seqlens, documents.seq_start, q.device)[
-        :, None, S - T :, None
-    ]  # (B, 1, T, 1)
+    start = document_starts(B, S, documents.cu_seqlens, documents.seq_start, q.device)
+    start = start[:, None, S - T :, None]  # (B, 1, T, 1)
     is_sink = j < start + sink
     hidden = torch.zeros_like(is_sink) if window is None else i - j >= window
     if horizon is not None:

@@ -29,24 +29,18 @@ MODULES = {
 NAMES = {"leans": "takes_rows"}
 
 
-class Renamed(types.ModuleType):
-    """A module under its earlier name; raises ImportError where the module itself does."""
-
-    def __init__(self, name: str, package: str, module: str):
-        super().__init__(f"{package}.{name}", f"Earlier name of `{package}.{module}`.")
-        self.__spec__ = None
-        self.__dict__["_now"] = f"{package}.{module}"
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):  # what Python itself asks about a module
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.__dict__["_now"]), NAMES.get(name, name))
-
-
 def register(package: str) -> None:
-    """Make `from fox_kernels.fused_gate import gate` and the like work."""
-    for name, module in MODULES.items():
-        sys.modules.setdefault(f"{package}.{name}", Renamed(name, package, module))
+    """Make `from fox_kernels.fused_gate import gate` and the like work, or raise the module's ImportError."""
+    for earlier, module in MODULES.items():
+        stand_in = types.ModuleType(f"{package}.{earlier}", f"Earlier name of `{package}.{module}`.")
+        stand_in.__dict__["__getattr__"] = functools.partial(_found, f"{package}.{module}")
+        sys.modules.setdefault(stand_in.__name__, stand_in)
+
+
+def _found(module: str, name: str):
+    if name.startswith("__"):  # what Python itself asks about a module
+        raise AttributeError(name)
+    return getattr(importlib.import_module(module), NAMES.get(name, name))
 
 
 def without_pruning(operator: Operator) -> Operator:

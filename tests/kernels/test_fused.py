@@ -4,11 +4,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from fox_kernels.layer.entry import entry, entry_torch
-from fox_kernels.layer.gate import gate, gate_torch
-from fox_kernels.layer.norm import head_norm, head_norm_torch
-from fox_kernels.layer.rotary import rotary, rotary_torch
-from fox_kernels.layer.shift import shift, shift_torch
+from fox_kernels.layer.entry import entry
+from fox_kernels.layer.gate import gate
+from fox_kernels.layer.norm import head_norm
+from fox_kernels.layer.rotary import rotary
+from fox_kernels.layer.shift import shift
+from twins import entry_torch, gate_torch, head_norm_torch, rotary_torch, shift_torch
 
 SMALL = {
     "norm": [(2, 70, 3, 64, 1, 1), (1, 1, 2, 80, 1, 0), (2, 9, 4, 16, 0, 1), (1, 300, 2, 24, 1, 1)],
@@ -214,9 +215,9 @@ def test_what_they_cannot_take_is_refused_with_the_reason():
     q, square = x.transpose(1, 2), torch.zeros(8, 8)
     states = (x[:, :, 0], square, square, square, None)
     for message, function, arguments in [
-        ("tensor on cpu: use gate_torch", gate, (x, w, b)),
-        ("tensor on cpu: use entry_torch", entry, (*states, w[:1], b[:1], angle, angle, 8)),
-        ("got torch.float64: cast it or use gate_torch", gate, (x.double(), w, b)),
+        ("tensor on cpu: use torch's own", gate, (x, w, b)),
+        ("tensor on cpu: use torch's own", entry, (*states, w[:1], b[:1], angle, angle, 8)),
+        ("got torch.float64: cast it", gate, (x.double(), w, b)),
         ("float32", gate, (x, w.bfloat16(), b)),
         ("don't fit", gate, (x, w[0], b)),
         ("gain", head_norm, (x, w[:, :4], None)),

@@ -57,11 +57,6 @@ def begins_at_the_first_key(q, k, bounded: bool) -> bool:
     return not bounded and q.shape[1] == k.shape[1] and q.element_size() == 2
 
 
-def warps_for(width: int) -> int:
-    """Return how many warps hold BLOCK x width sums in their registers."""
-    return 8 if width > 128 else 4
-
-
 def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tensor:
     """Return lost (B, Hkv, BLOCK, D) float32; q, k, do have unit last strides, lse2, c_hi and c_lo are contiguous."""
     (B, T, H, D), Hkv = q.shape, k.shape[2]
@@ -76,6 +71,6 @@ def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tens
             Scale(None, scale * LOG2_E, *cap_factors(softcap)),
         ),
         (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
-        warps=warps_for(width), stages=1,  # with more, heads one after another would not fit at D = 256
+        warps=8 if width > 128 else 4, stages=1,  # with more, heads one after another would not fit at D = 256
     )  # fmt: skip
     return lost

@@ -69,13 +69,6 @@ def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
     return few and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
 
 
-def add_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The eager twin of `add_norm`, as transformers writes it."""
-    x = x if residual is None else residual + x
-    wide = x.float()
-    return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
 
@@ -88,7 +81,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     ):
         raise ValueError(
             f"add_norm can't run for x {tuple(x.shape)} {x.dtype} on {x.device}, weight {tuple(weight.shape)} "
-            f"{weight.dtype}: use add_norm_torch"
+            f"{weight.dtype}: use torch's own"
         )
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
@@ -101,11 +94,6 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return total, y
 
 
-def silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
-    """The eager twin of `silu_mul`."""
-    return torch.nn.functional.silu(gate) * up
-
-
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up for contiguous tensors of one shape and dtype.
 
@@ -114,7 +102,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if not takes_rows(gate) or up.shape != gate.shape or up.dtype != gate.dtype or not up.is_contiguous():
         raise ValueError(
             f"silu_mul can't run for {tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} "
-            f"{up.dtype}: use silu_mul_torch"
+            f"{up.dtype}: use torch's own"
         )
     out, N = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
@@ -131,7 +119,7 @@ def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not takes_rows(x) or x.shape[-1] != K or bias.shape != (H,) or not weight.dtype == bias.dtype == torch.float32:
         raise ValueError(
             f"gate_rows can't run for x {tuple(x.shape)} {x.dtype} on {x.device} and weights {tuple(weight.shape)} "
-            f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}: use layer.gate.gate_torch"
+            f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}: use torch's own"
         )
     log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):

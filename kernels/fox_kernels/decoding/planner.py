@@ -164,8 +164,8 @@ decoder_for = functools.lru_cache(256)(Decoder)
 def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
-    q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
-    `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
+    q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `strides.unit_last` says so, at D = 80 and 96
+    `strides.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
     Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, _), Hkv = q.shape, k.shape[2]

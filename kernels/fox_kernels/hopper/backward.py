@@ -135,9 +135,8 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
     long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not started
-    bias_by_mma = (
-        heads == 1 and cut.queries == 128 and sink == 0
-    )  # more heads take the shared memory that its parts need
+    # more heads take the shared memory that its parts need
+    bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0
     first = begins_at_the_first_key(q, k, started > 0)
     constants = BackwardCut(
         HAS_START=started, SINK=sink, D=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,

@@ -104,9 +104,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, c, 
         mbarrier.init(bars.index(Q_FULL + i), count=2)  # the TMA copies and the row vectors
         mbarrier.init(bars.index(Q_FULL + NB + i), count=2)
     chunks = (KV_GROUP + HEADS - 1) // HEADS
-    smem = Memory(
-        kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s
-    )  # fmt: skip
+    smem = Memory(kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s)
     read, written = (k_desc, v_desc, q_desc, do_desc), (dq_desc, dk_desc, dv_desc)
     gl.warp_specialize([
         (consumer, (0, smem, bars, lost, S - T, chunks, num_n, num_bh, group, sm_scale, CUT)),

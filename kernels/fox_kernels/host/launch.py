@@ -85,7 +85,10 @@ class Runner:
             return
         self.go, self.fills, self.device = launcher.launch, fills, torch.cuda.current_device()
         if described:
-            self.go, self.fill = in_c(self.go), filler()
+            # behind Triton's wrapper, which fills descriptors: the launch in C, and the function in C that fills one
+            self.go = self.go.__closure__[self.go.__code__.co_freevars.index("launcher")].cell_contents
+            driver: Any = triton.runtime.driver.active
+            self.fill = driver.utils.fill_tma_descriptor_tiled if FROM_3_7 else driver.utils.fill_tma_descriptor
         # in C: no scratch memory, no hooks and nothing for them
         self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
         if FROM_3_7:
@@ -111,19 +114,8 @@ class Runner:
             self.go(*grid, stream, *self.fixed, *passed)
 
 
-def in_c(launch):
-    """Return the launch in C behind Triton's wrapper, which fills descriptors."""
-    return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
-
-
-def filler():
-    """Return Triton's function in C that makes a descriptor from an address and a filling."""
-    driver: Any = triton.runtime.driver.active
-    return driver.utils.fill_tma_descriptor_tiled if FROM_3_7 else driver.utils.fill_tma_descriptor
-
-
 def fillings(compiled, blocks: list) -> list:
-    """Return a filling for each of a kernel's descriptors: (arguments of `filler` after the address, sizes to pass on).
+    """Return for each of a kernel's descriptors (what `Runner.fill` takes after the address, sizes to pass on).
 
     None for descriptors that TMA doesn't read.
     """

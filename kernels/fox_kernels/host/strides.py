@@ -28,11 +28,6 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits or x.element_size() > 2 else x.clone(memory_format=torch.contiguous_format)
 
 
-def row_source(x: torch.Tensor, length: int, tma: int):
-    """Return contiguous x itself or, with tma, described as one row for copies of `length` of its elements."""
-    return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x
-
-
 def fits_tma(x: torch.Tensor) -> bool:
     """Return whether TMA can read x: a unit last stride, other strides and the address multiples of 16 bytes."""
     unit = 16 // x.element_size()

@@ -11,6 +11,7 @@ itself is computed in float32 by `gate`. For training in eager mode; `rotary` an
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -207,20 +208,6 @@ def _transposed_product(g: Tensor, x: Tensor) -> Tensor:
     return g.t().float() @ x.float()
 
 
-def entry_torch(
-    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bias: Tensor | None, wf: Tensor, bf: Tensor, cos: Tensor,
-    sin: Tensor, head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The eager twin of `entry`."""
-    flat = torch.nn.functional.linear(
-        x, torch.cat((wq, wk, wv)).to(x.dtype), None if bias is None else bias.to(x.dtype)
-    )
-    q, k, v = flat.split((wq.shape[0], wk.shape[0], wv.shape[0]), -1)
-    q, k = (h.unflatten(-1, (-1, head_dim)).transpose(1, 2) for h in (q, k))
-    q, k = (h.transpose(1, 2).flatten(2) for h in rotary.rotary_torch(q, k, cos, sin))
-    return q, k, v, gate.gate_torch(x, wf, bf)
-
-
 def entry(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bias: Tensor | None, wf: Tensor, bf: Tensor, cos: Tensor,
     sin: Tensor, head_dim: int,
@@ -245,9 +232,11 @@ def entry(
         raise ValueError(f"only {head_dim // 2} pairs can turn at head dim {head_dim}, got {cos.shape[-1]}")
     if wf.dtype != torch.float32 or bf.dtype != torch.float32:
         raise ValueError(f"the gate computes in float32: wf and bf must be, got {wf.dtype} and {bf.dtype}")
-    require(x, "entry_torch")
-    if x.numel() == 0:
-        return entry_torch(x, wq, wk, wv, bias, wf, bf, cos, sin, head_dim)
+    require(x)
+    if x.numel() == 0:  # nothing to turn
+        bias = None if bias is None else bias.to(x.dtype)
+        q, k, v = F.linear(x, torch.cat((wq, wk, wv)).to(x.dtype), bias).split((Q, KV, KV), -1)
+        return q, k, v, F.logsigmoid(F.linear(x.float(), wf, bf)).float()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     wq, wk, wv, wf, bf = (w.contiguous() for w in (wq, wk, wv, wf, bf))

@@ -78,23 +78,13 @@ def head_norm_backward_kernel(
         tl.store(dgain_ptr + (split * H + h) * D + column, dgain, mask=column < D)
 
 
-def head_norm_torch(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -> Tensor:
-    """The eager twin of `head_norm`."""
-    y = x.float()
-    if gain is not None:
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gain
-    if logit is not None:
-        y = y * (2 * torch.sigmoid(logit.float())).view(x.shape)
-    return y.to(x.dtype)
-
-
 def _flat(x: Tensor, D: int) -> Tensor:
     """Return x (..., H, D) as (N, H, D) with unit last stride, copied only where it must be."""
     x = x.reshape(-1, x.shape[-2], D)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _block(D: int) -> int:
+def rows_per_program(D: int) -> int:
     return max(4, 2048 // power_of_2(D))
 
 
@@ -106,8 +96,8 @@ def _forward(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -
             x, x if gain is None else gain, x if logit is None else logit, y, x.stride(0), x.stride(1),
             0 if logit is None else logit.stride(0), N, H, eps,
         )  # fmt: skip
-        constants = (gain is not None, logit is not None, D, power_of_2(D), _block(D))
-        launch(head_norm_kernel, (-(-N // _block(D)) * H,), arguments, constants)
+        constants = (gain is not None, logit is not None, D, power_of_2(D), rows_per_program(D))
+        launch(head_norm_kernel, (-(-N // rows_per_program(D)) * H,), arguments, constants)
     return y
 
 
@@ -118,15 +108,15 @@ def _backward(dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, 
     dlogit = None if logit is None else torch.empty(N, H * D, dtype=logit.dtype, device=x.device)
     if not dx.numel():
         return dx, None if gain is None else torch.zeros_like(gain), dlogit
-    steps = -(-N // (_block(D) * SPLITS))
-    splits = -(-N // (_block(D) * steps))
+    steps = -(-N // (rows_per_program(D) * SPLITS))
+    splits = -(-N // (rows_per_program(D) * steps))
     dgain = None if gain is None else torch.empty(splits, H, D, dtype=torch.float32, device=x.device)
     arguments = (
         dy, x, x if gain is None else gain, x if logit is None else logit, dx, dx if dgain is None else dgain,
         dx if dlogit is None else dlogit, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
         0 if logit is None else logit.stride(0), N, H, steps, eps,
     )  # fmt: skip
-    constants = (gain is not None, logit is not None, D, power_of_2(D), _block(D))
+    constants = (gain is not None, logit is not None, D, power_of_2(D), rows_per_program(D))
     launch(head_norm_backward_kernel, (splits * H,), arguments, constants)
     return dx, None if dgain is None else dgain.sum(0), dlogit
 
@@ -203,7 +193,7 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
     wanted = (*x.shape[:-2], H * D)
     if logit is not None and (logit.shape != wanted or not logit.is_floating_point()):
         raise ValueError(f"logit must be {wanted} of a float dtype, got {tuple(logit.shape)} {logit.dtype}")
-    require(x, "head_norm_torch")
+    require(x)
     flat = _flat(x, D)
     logit = None if logit is None else logit.reshape(-1, H * D)
     logit = logit if logit is None or logit.stride(-1) == 1 else logit.contiguous()

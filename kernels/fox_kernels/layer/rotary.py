@@ -64,19 +64,6 @@ def rotary_kernel(
         _turn(k_ptr, ok_ptr, Hkv * pairs * 2, cos, sin, sk_t, t, T, pairs, HALF)
 
 
-def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The eager twin of `rotary`."""
-    turning, half = cos.shape[-1], q.shape[-1] // 2
-    cos, sin = cos[:, None].float(), sin[:, None].float()
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x[..., :turning].float(), x[..., half : half + turning].float()
-        first, second = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
-        return torch.cat((first, x[..., turning:half], second, x[..., half + turning :]), -1)
-
-    return turn(q), turn(k)
-
-
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     (B, H, T, D), Hkv = q.shape, k.shape[1]
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
@@ -156,7 +143,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         raise ValueError(f"cos and sin must be (B or 1, T, P) = ({B}, {T}, P), got {tuple(cos.shape)}")
     if cos.shape[-1] > D // 2:
         raise ValueError(f"only {D // 2} pairs can turn at head dim {D}, got cos and sin for {cos.shape[-1]}")
-    require(q, "rotary_torch")
+    require(q)
     if torch.compiler.is_compiling():
         return rotary_operator(q, k, cos, sin, False)
     return _Turn.apply(q, k, cos, sin, False)  # type: ignore[return-value]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import launch, power_of_2
+from .norm import rows_per_program
 from .support import require
 
 
@@ -61,22 +62,13 @@ def shift_backward_kernel(
     tl.store(damount_ptr + (b * T + t) * H + h, da, mask=t < T)
 
 
-def shift_torch(x: Tensor, amount: Tensor) -> Tensor:
-    """The eager twin of `shift`."""
-    before = torch.cat((x[:, :1], x[:, :-1]), 1).float()
-    return torch.lerp(x.float(), before, amount[..., None]).to(x.dtype)
-
-
-def _block(D: int) -> int:
-    return max(4, 2048 // power_of_2(D))
-
-
 def _forward(x: Tensor, amount: Tensor) -> Tensor:
     B, T, H, D = x.shape
     y = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
     if y.numel():
         arguments = (x, amount, y, *x.stride()[:3], T, H)
-        launch(shift_kernel, (B * -(-T // _block(D)) * H,), arguments, (D, power_of_2(D), _block(D)))
+        block = rows_per_program(D)
+        launch(shift_kernel, (B * -(-T // block) * H,), arguments, (D, power_of_2(D), block))
     return y
 
 
@@ -87,7 +79,8 @@ def _backward(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
     damount = torch.empty(B, T, H, dtype=torch.float32, device=x.device)
     if dx.numel():
         arguments = (dy, x, amount, dx, damount, *dy.stride()[:3], *x.stride()[:3], T, H)
-        launch(shift_backward_kernel, (B * -(-T // _block(D)) * H,), arguments, (D, power_of_2(D), _block(D)))
+        block = rows_per_program(D)
+        launch(shift_backward_kernel, (B * -(-T // block) * H,), arguments, (D, power_of_2(D), block))
     return dx, damount
 
 
@@ -148,7 +141,7 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
         raise ValueError(f"amount must be {tuple(x.shape[:-1])} float32, got {tuple(amount.shape)} {amount.dtype}")
     if x.dim() != 4:
         raise ValueError(f"x must be (B, T, H, D), got {tuple(x.shape)}")
-    require(x, "shift_torch")
+    require(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
     amount = amount.contiguous()
     return shift_operator(x, amount) if torch.compiler.is_compiling() else _Shift.apply(x, amount)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Whether the fused kernels can run on a tensor; where they can't, their eager twins do."""
+"""Whether the fused kernels can run on a tensor."""
 
 import contextlib
 import os
@@ -19,12 +19,12 @@ def available(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def require(x: torch.Tensor, twin: str) -> None:
-    """Raise ValueError where the fused kernels can't run on x, naming the eager twin, which can."""
+def require(x: torch.Tensor) -> None:
+    """Raise ValueError where the fused kernels can't run on x."""
     if x.dtype not in DTYPES:
-        raise ValueError(f"the fused kernels take bfloat16, float16 and float32, got {x.dtype}: cast it or use {twin}")
+        raise ValueError(f"the fused kernels take bfloat16, float16 and float32, got {x.dtype}: cast it")
     if not available(x):
-        raise ValueError(f"the fused kernels need an NVIDIA GPU from Ampere on, got a tensor on {x.device}: use {twin}")
+        raise ValueError(f"the kernels need an NVIDIA GPU from Ampere on, got a tensor on {x.device}: use torch's own")
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:

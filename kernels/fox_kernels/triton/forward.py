@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.blocks import (
     LOG2_E,
@@ -38,7 +39,7 @@ from ..common.cumsum import block_relative
 from ..common.groups import Bounds, Gates, InputStrides, Output, Problem, Scale, Strides
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
-from ..host.strides import aligned, describable, row_source, source
+from ..host.strides import aligned, describable, source
 from ..options import ONE_DOCUMENT, Documents, Options
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
@@ -254,10 +255,11 @@ def launch_forward(
     relative = block_relative(c_hi, c_lo, n)
     tma = int(tile.tma) * (split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v))
     by_row = tile.gates_by_tma and tma > 0 and relative.numel() < 1 << 31
+    row = TensorDescriptor(relative, [relative.numel()], [1], [n]) if by_row else relative
     launch(
         forward_kernel, (cdiv(T, m) * B * H,), warps=tile.warps, stages=tile.stages,
         q=source(q, m, tma >= Copies.OWN), k=source(k, n, tma), v=source(v, n, tma),
-        out=Output(o, residual, lse2), c=Gates(c_hi, c_lo), relative=row_source(relative, n, by_row),
+        out=Output(o, residual, lse2), c=Gates(c_hi, c_lo), relative=row,
         strides=InputStrides(*[Strides(*x.stride()[:3]) for x in (q, k, v)]), SP=relative.shape[-1],
         together=walked_together(2 * S * D * q.element_size(), B * H, H // Hkv),
         TILE=tile._replace(tma=tma, gates_by_tma=by_row), **shared_arguments(q, k, options, documents),

@@ -32,21 +32,18 @@ class Tile(NamedTuple):
 HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
     ("forward", 64): Tile(64, 128, 4, 3, Copies.OWN),  # 368; without TMA 348, 128 x 128 with 8 warps 255
     ("forward", 96): Tile(64, 64, 4, 3),
-    ("forward", 128): Tile(
-        64, 64, 4, 3, Copies.OWN, gates_by_tma=True
-    ),  # 449, 1.02 to 1.07 times as fast with gates; without TMA 377, 128 x 64
+    # 449, 1.02 to 1.07 times as fast with gates; without TMA 377, 128 x 64
+    ("forward", 128): Tile(64, 64, 4, 3, Copies.OWN, gates_by_tma=True),
     ("forward", 256): Tile(128, 64, 8, 2, Copies.WALKED),  # with 8 warps 388: two small programs per processor overlap
     ("dq", 64): Tile(64, 128, 4, 2, Copies.WALKED),  # 424; without TMA 381
     ("dq", 96): Tile(64, 64, 4, 2),
     ("dq", 128): Tile(64, 64, 4, 3, Copies.OWN),  # 535; q and do in shared memory 481, 128 x 64 with 8 warps 524
     ("dq", 256): Tile(128, 32, 8, 2, Copies.WALKED),  # 398; 64 x 32 with 4 warps 280
-    ("dkdv", 64): Tile(
-        64, 64, 4, 3, Copies.ALL
-    ),  # 397 with k and v in shared memory, 1.09 times as fast so; 32 x 64 353
+    # 397 with k and v in shared memory, 1.09 times as fast so; 32 x 64 353
+    ("dkdv", 64): Tile(64, 64, 4, 3, Copies.ALL),
     ("dkdv", 96): Tile(32, 128, 8, 3),
-    ("dkdv", 128): Tile(
-        32, 64, 4, 3, Copies.OWN
-    ),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
+    # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
+    ("dkdv", 128): Tile(32, 64, 4, 3, Copies.OWN),
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
 # Never run: chosen because, compiled, they spill nothing at head dims 64 and 128, documents packed or not
