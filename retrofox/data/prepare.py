@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,4 +65,10 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
             split_special_tokens=data.split_special_tokens,
         )
 
-    return PreparedTokens(prepared(data.read_as()), prepared(data.eval) if data.eval else None)
+    tokens = PreparedTokens(prepared(data.read_as()), prepared(data.eval) if data.eval else None)
+    parts = [part for part in (tokens.train, tokens.eval) if part is not None]
+    made, reused = sum(part.made for part in parts), sum(part.reused for part in parts)
+    if progress and reused:
+        rest = "" if made else ": nothing to tokenise"
+        print(f"{reused} of {made + reused} token shards were in {data.cache_dir}{rest}", file=sys.stderr)
+    return tokens

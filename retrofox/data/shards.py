@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from retrofox.config import Source
 from retrofox.data import synthetic_facts
@@ -135,10 +134,6 @@ def prepare_sources(
     write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
     shards = [shard for of_source in wanted for shard in of_source]
     todo = [shard for shard in shards if not is_complete(folder, shard.key)]
-    notes = []
-    if len(todo) < len(shards):
-        left = f"{len(todo)} to make" if todo else "nothing to tokenise"
-        notes.append(f"{len(shards) - len(todo)} of {len(shards)} token shards are in {folder}, {left}")
     tokenise(todo, tokenizer, folder, progress)
     for unit, reading, key in todo:
         if _key(unit, reading, made_from, template, digests) != key:
@@ -152,13 +147,13 @@ def prepare_sources(
             nothing, give = ("no assistant", "conversations") if reading.chat else ("no text", "texts")
             empty = sum(shard.empty for shard in made)
             raise ValueError(f"{source.path}: {nothing} in it (empty documents: {empty}): give {give}")
-        if literals := sum(shard.literals for shard in made):
-            read = (
-                "read as plain text" if split_special_tokens else "read as these tokens (split_special_tokens: false)"
+        literals = sum(shard.literals for shard in made)
+        if literals and progress:
+            read = "plain text" if split_special_tokens else "these tokens (split_special_tokens: false)"
+            told = (
+                f"{source.path}: its texts spell out special tokens, such as </s>, {literals:,} times: read as {read}"
             )
-            notes.append(f"{source.path}: its texts spell out special tokens, such as </s>, {literals:,} times: {read}")
-    for note in notes if progress else ():
-        Console(stderr=True, soft_wrap=True, emoji=False).print(note, highlight=False, markup=False)
+            print(told, file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
 

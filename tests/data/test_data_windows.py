@@ -113,7 +113,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
     np.testing.assert_allclose(share, [0.2, 0.7, 0.1], atol=2e-4)
 
 
-def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
+def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected, capsys):
     tokenizer.save_pretrained(tmp_path / "tok")
     texts[0].write_text("the fox</s> forgets")
     (tmp_path / "tok" / "config.json").write_text('{"model_type": "llama"}')
@@ -138,5 +138,6 @@ def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
     assert report["eval"]["tokens"] == len(expected(texts[2].read_text(), tokenizer))
     assert 0 < report["train"]["windows"]["32"]["fill"] <= 1
     assert report == json.loads(json.dumps(report))
-    again = prepare(recipe, progress=False)
+    again = prepare(recipe)
     assert again["train"]["shards_reused"] == 2
+    assert capsys.readouterr().err.count("3 of 3 token shards were in") == 1
