@@ -48,7 +48,7 @@ from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.anatomy import attentions, inner_model
 from retrofox.evaluation.needle_prompts import read_haystack
 from retrofox.generation.caches import cache_bytes, new_cache
-from retrofox.generation.generate import PREFILL
+from retrofox.generation.generate import part_tokens
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 
@@ -177,8 +177,9 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     else:
         kept = cache or new_cache(model, "full" if contender == "fox-full" else "auto")
         options[CACHE] = kept
-    if cache is None and contender.startswith("fox") and ids.shape[1] > PREFILL:
-        options["prefill_chunk_size"] = PREFILL
+    part = part_tokens(model, len(ids))
+    if cache is None and part is not None and ids.shape[1] > part:
+        options["prefill_chunk_size"] = part
     replays: list[float] = []
     devices, loop = captured.DEVICES, captured._loop
     if contender == "fox-loop":

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-PREFILL = 8192
-"""Tokens of a long prompt that a converted model reads at a time: what that takes beside the cache has a bound."""
+CPU_PART, PART_BYTES = 2048, 1 << 28
+"""Tokens of a long prompt that a CPU reads at a time; bytes of an MLP's activation while a GPU reads a part."""
 
 
 def generate(
@@ -153,6 +153,7 @@ def complete(
         ids[row, longest - len(own) :] = torch.tensor(own)
         mask[row, longest - len(own) :] = 1
     sampled = temperature > 0
+    part = part_tokens(opened.model, len(ids) * num_beams)
     # every field is set, since transformers fills those that are None from the checkpoint's generation_config.json
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -166,7 +167,7 @@ def complete(
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
-        prefill_chunk_size=PREFILL if cache is not None and longest > PREFILL and _in_parts(opened.model) else None,
+        prefill_chunk_size=part if cache is not None and part is not None and longest > part else None,
     )
     options: dict[str, Any] = {} if cache is None else {CACHE: cache}
     with _without_defaults(opened.model) as model, _seeded(seed, opened.device):
@@ -180,9 +181,20 @@ def complete(
     return [_until_end(row, ends) for row in output[:, longest:].tolist()]
 
 
-def _in_parts(model: Any) -> bool:
-    """Whether a long prompt is read in parts: not where rotary angles depend on the length of what is read."""
-    return model.config.model_type.startswith("fox_") and not depends_on_length(model.config)
+def part_tokens(model: Any, rows: int = 1) -> int | None:
+    """Tokens of long prompts, so many rows, that a model reads at a time; None: all.
+
+    A converted model reads parts, but where rotary angles depend on the length of what is read. On a GPU they have
+    8192 to 65536 tokens (a 135M model's 65536, an 8B model's 8192): it would wait for the host to launch shorter ones.
+    On a CPU short ones are faster: a cache that forgets drops keys after each.
+    """
+    if not model.config.model_type.startswith("fox_") or depends_on_length(model.config):
+        return None
+    if model.device.type == "cpu":
+        return CPU_PART
+    wide = model.config.intermediate_size * (getattr(model.config, "num_experts_per_tok", None) or 1)
+    fits = max(8192, PART_BYTES // (rows * wide * model.dtype.itemsize))
+    return min(1 << (fits.bit_length() - 1), 65536)
 
 
 def end_tokens(opened: LoadedModel) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import retrofox
 from retrofox.generation.chat import ChatSession, chat
-from retrofox.generation.generate import complete, generate
+from retrofox.generation.generate import complete, generate, part_tokens
 from retrofox.loading.loaded_model import LoadedModel, open_model
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
@@ -230,10 +231,19 @@ def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(opened.model), "forward", noted)
-    monkeypatch.setattr(module, "PREFILL", 32)
+    monkeypatch.setattr(module, "CPU_PART", 32)
     assert run(opened, prompts)["token_ids"] == expected
     converted = opened.model.config.model_type == "fox_llama"
     assert (max(lengths) <= 32) == converted
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "tokens"), [(1536, 1, 65536), (1536, 4, 16384), (14336, 1, 8192), (28672, 2, 8192)]
+)
+def test_a_part_is_as_long_as_a_gpus_memory_allows(width, rows, tokens):
+    config = SimpleNamespace(model_type="fox_llama", intermediate_size=width, rope_parameters=None)
+    model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert part_tokens(model, rows) == tokens
 
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 40}
@@ -248,7 +258,7 @@ def test_a_prompt_whose_angles_depend_on_its_length_is_read_whole(rope, pico_fox
     model = pico_fox(rope="keep", config=config)
     opened, prompt = open_model(model, tokenizer=pico_tokenizer), "the gate is open and the fox forgets " * 6
     cached = run(opened, [prompt], 1)["token_ids"]
-    monkeypatch.setattr(module, "PREFILL", 32)
+    monkeypatch.setattr(module, "CPU_PART", 32)
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda *a: lengths.append(a[2]["input_ids"].shape[1]), with_kwargs=True)
     assert run(opened, [prompt], 1)["token_ids"] == cached
