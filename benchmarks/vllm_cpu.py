@@ -95,11 +95,7 @@ CASES = {
     "rope partial, pairs chosen by layer": Case(
         "llama", spec={"rope": "partial", "layer_pairs": {0: (0, 3, 9, 30), 1: (2, 5, 31)}, **SHORT}
     ),
-    "rope annealing, yarn": Case(
-        "llama",
-        {"rope_parameters": YARN},
-        {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 1000, "annealed_tokens": 300, **SHORT},
-    ),
+    "rope drop, yarn": Case("llama", {"rope_parameters": YARN}, {"rope": "drop", **SHORT}),
     "rope drop through transformers": Case("smollm3", {"no_rope_layers": [1, 0]}, {"rope": "drop", **SHORT}),
     "no sink": Case("llama", spec={"sink_tokens": 0, **SHORT}),
     "five sinks": Case("llama", spec={"sink_tokens": 5, **SHORT}),

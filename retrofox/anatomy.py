@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.model import modeling_fox
-from retrofox.model.configuration_fox import SUPPORTED, FoxFields
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import NEW_MODULES, FoxMixin
 
 if TYPE_CHECKING:
@@ -114,15 +114,6 @@ def cached_heads(attention: Any) -> tuple[int, int]:
         return 1, config.kv_lora_rank + config.qk_rope_head_dim
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, attention.head_dim + getattr(attention, "v_head_dim", attention.head_dim)
-
-
-def set_annealed_tokens(model: Any, tokens: int) -> None:
-    """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
-    model.config.fox["annealed_tokens"] = int(tokens)
-    spec = FoxFields.read(model.config.fox)
-    for _, attention in attentions(model):
-        if attention.rotary_fade is not None:
-            attention.rotary_fade.set(spec)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from retrofox.spec_values import (
 )
 
 logger = logging.getLogger(__name__)
-ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
+ROPE_MODES = ("interpolate", "keep", "partial", "drop")
 GATE_KINDS = ("data", "bias", "fixed", "none")
 GATE_INITS = ("open", "slopes", "measured", "alibi")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
@@ -64,8 +64,7 @@ class FoxSpec(FoxFields):
     Args:
         rope: "interpolate": pairs with wavelengths near the trained length or longer are slowed by up to `rope_factor`,
             fast ones stay as they are (the ramp of YaRN, see `interpolated`); "keep" every rotary pair; "drop" all;
-            "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
-            `anneal_to` over `anneal_tokens` training tokens, lowest frequencies first. None = "partial" where
+            "partial" keeps the pairs whose wavelength is at most `max_wavelength`. None = "partial" where
             max_wavelength is given, else "interpolate".
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
         rope_length: "interpolate": tokens of the base's training context, which decides the pairs that are slowed;
@@ -75,9 +74,8 @@ class FoxSpec(FoxFields):
             mapping such as {0: .inf, 20: 0}.
         layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest (state
             of models that an earlier version calibrated).
-        anneal_to: "partial" or "drop": where annealing ends.
-        anneal_tokens: training tokens over which the pairs fade.
-        annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
+        anneal_to, anneal_tokens, annealed_tokens: which rotary pairs had faded how far (state of models that an earlier
+            version trained with rope "anneal").
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
@@ -118,8 +116,7 @@ class FoxSpec(FoxFields):
             if self.version is None:
                 logger.warning("init calibrated is the old name of measured: queries are no longer refitted")
             self.init = "measured"
-        one_of("rope", self.rope, ROPE_MODES)
-        one_of("anneal_to", self.anneal_to, ("partial", "drop"))
+        one_of("rope", self.rope, ROPE_MODES if self.version is None else (*ROPE_MODES, "anneal"))
         one_of("gate", self.gate, GATE_KINDS)
         one_of("gate_heads", self.gate_heads, ("query", "kv"))
         one_of("init", self.init, GATE_INITS)
@@ -130,8 +127,6 @@ class FoxSpec(FoxFields):
         if self.half_life is not None:
             self.half_life = half_life_of(self.half_life)
         self.horizon = None if self.horizon is None else float(self.horizon)
-        if self.rope == "anneal" and self.anneal_tokens == 0:
-            raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
         if self.version is None:  # a spec with a version is a conversion's own: resolved, every field filled in
             _refuse_idle(self)
 
@@ -187,17 +182,14 @@ class FoxSpec(FoxFields):
         return spec
 
 
-def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[str, str]:
-    """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
+def idle_fields(rope: str | None, gate: str, init: str) -> dict[str, str]:
+    """Field of a FoxSpec that these values of three others leave without effect -> which of the three does so."""
     idle: dict[str, str] = {}
     if rope != "interpolate":
         idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
     if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
-    elif rope == "anneal" and anneal_to == "drop":
-        idle["max_wavelength"] = "anneal_to"
-    if rope != "anneal":
-        idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
+    idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")  # state, see FoxSpec
     if init == "open":
         idle |= dict.fromkeys(("half_life", "max_half_life", "open_heads", "horizon"), "init")
     if init == "alibi":
@@ -209,7 +201,7 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
 
 
 def _refuse_idle(spec: FoxSpec) -> None:
-    for name, other in idle_fields(spec.rope, spec.anneal_to, spec.gate, spec.init).items():
+    for name, other in idle_fields(spec.rope, spec.gate, spec.init).items():
         known = FoxSpec.__dataclass_fields__[name]
         if getattr(spec, name) != (known.default if known.default_factory is MISSING else known.default_factory()):
             raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 
 TOKENS = frozenset(
     {
-        *("rope_length", "max_wavelength", "layer_max_wavelength", "anneal_tokens", "annealed_tokens"),
-        *("half_life", "max_half_life", "sink_tokens", "log_n"),
+        *("rope_length", "max_wavelength", "layer_max_wavelength", "half_life", "max_half_life"),
+        *("sink_tokens", "log_n"),
     }
 )
 """Fields of a FoxSpec that count tokens, alone, in a list or in a mapping."""
@@ -18,8 +18,6 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "rope_factor": (lambda x: 1 <= x < math.inf, "a number from 1 on, times the trained length"),
     "rope_length": (lambda x: 1 <= x < math.inf, "a trained length in tokens, 1 or more"),
     "max_wavelength": (lambda x: x > 0, "a positive number of tokens"),
-    "anneal_tokens": (lambda x: 0 <= x < math.inf, "a finite number of tokens, 0 or more"),
-    "annealed_tokens": (lambda x: 0 <= x < math.inf, "a finite number of tokens, 0 or more"),
     "max_half_life": (lambda x: 1 <= x < math.inf, "a number of tokens, 1 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
     "log_n": (lambda x: 2 <= x < math.inf, "a trained length of at least 2 tokens"),

@@ -203,7 +203,7 @@ def pico_fox(pico_base, stir) -> Callable[..., Any]:
         from retrofox.fox_spec import FoxSpec, idle_fields
 
         values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0}
-        idle = idle_fields(*(spec.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")))
+        idle = idle_fields(*(spec.get(name, getattr(FoxSpec, name)) for name in ("rope", "gate", "init")))
         values = {name: value for name, value in values.items() if name not in idle} | spec
         model = retrofox.convert(pico_base(family, **(config or {})), fox=retrofox.FoxSpec(**values))
         return (stir(model) if stirred else model).eval()

@@ -142,7 +142,7 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
 
 
 WRONG = {"max_wavelength": "100", "rope_length": [128], "log_n": float("nan"), "half_life": ("a", "b"), "horizon": "x"}
-WRONG |= {"layer_max_wavelength": [1], "pro": None, "anneal_tokens": float("inf")}
+WRONG |= {"layer_max_wavelength": [1], "pro": None, "max_half_life": float("inf")}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -15,7 +15,7 @@ from retrofox.cli.options import METAVAR
 from retrofox.fox_spec import PRESETS, FoxSpec
 from retrofox.spec_values import TOKENS
 
-STATE = ("annealed_tokens", "layer_pairs", "base", "base_revision", "version")
+STATE = ("anneal_to", "anneal_tokens", "annealed_tokens", "layer_pairs", "base", "base_revision", "version")
 """Fields that conversion and training fill in."""
 
 

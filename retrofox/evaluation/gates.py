@@ -139,7 +139,7 @@ def _no_gates(source: str) -> ValueError:
 
 
 def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
-    """Per layer: rotary pairs, those kept and those that fade, first tokens without decay, window."""
+    """Per layer: rotary pairs, those kept and those slowed, first tokens without decay, window."""
     layers = []
     for layer, (name, attention) in enumerate(attentions(opened.model)):
         fade = [] if attention.rotary_fade is None else attention.rotary_fade.fade
@@ -149,7 +149,7 @@ def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
                 "name": name,
                 "rotary_pairs": len(fade),
                 "rotary_pairs_kept": sum(f == 1.0 for f in fade),
-                "rotary_pairs_fading": sum(0.0 < f < 1.0 for f in fade),
+                "rotary_pairs_slowed": sum(0.0 < f < 1.0 for f in fade),
                 "sink_tokens": exempt_tokens(attention),
                 "sliding_window": sliding_window(attention),
             }

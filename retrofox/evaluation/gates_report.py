@@ -21,12 +21,11 @@ SHOWN = 8
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
     """A row for each layer, and a sentence on all heads."""
-    how = "slower" if result["fox"]["rope"] == "interpolate" else "fading"
     rows = []
     for layer in result["layers"]:
         heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
-        fading = f" +{layer['rotary_pairs_fading']} {how}" if layer["rotary_pairs_fading"] else ""
-        row = [str(layer["layer"]), f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}"]
+        slowed = f" +{layer['rotary_pairs_slowed']} slower" if layer["rotary_pairs_slowed"] else ""
+        row = [str(layer["layer"]), f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{slowed}"]
         row += [str(layer["sink_tokens"]), " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates"]
         row += [str(sum(h["kind"] == kind for h in heads)) for kind in ("local", "global")]
         rows.append([*row, str(sum(h["dead"] for h in heads))])

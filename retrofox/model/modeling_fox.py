@@ -265,8 +265,9 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     """Fade of each rotary pair of one layer: the factor on its frequency, from 1 (as in the base) to 0 (gone).
 
     keep: all 1; drop: all 0; interpolate: see `interpolated`; partial: 1 where the wavelength 2 pi / inv_freq is at
-    most `max_wavelength` tokens; anneal: pairs that will go fade one after the other, lowest frequency first. A layer's
-    own `layer_max_wavelength` replaces the mode for that layer, and its `layer_pairs`, 1 for each named pair, both.
+    most `max_wavelength` tokens; anneal: as it stood in a model that an earlier version trained, the lowest frequencies
+    gone first. A layer's own `layer_max_wavelength` replaces the mode for that layer, and its `layer_pairs`, 1 for each
+    named pair, both.
     """
     named, override = spec.layer_pairs.get(layer_idx), spec.layer_max_wavelength.get(layer_idx)
     if named is not None:
@@ -320,8 +321,8 @@ def layer_frequencies(rotary: Any, layer_type: str | None) -> tuple[Tensor, floa
 class RotaryFade(nn.Module):
     """Edits a layer's (cos, sin): faded pairs turn by fade * angle, gone pairs not at all.
 
-    cos'_p = cos(fade_p * position * w_p), so a pair stays a rotation at every step of an annealing schedule. Gone
-    pairs keep the attention scaling that yarn and longrope put on cos, which is a temperature of the logits.
+    cos'_p = cos(fade_p * position * w_p), so a pair stays a rotation. Gone pairs keep the attention scaling that yarn
+    and longrope put on cos, which is a temperature of the logits.
 
     rotary is the family's module in the running model, where current frequencies are read; it is built again on the
     CPU, since from_pretrained builds models on the meta device.
@@ -332,7 +333,7 @@ class RotaryFade(nn.Module):
 
     def __init__(self, rotary: nn.Module, config: Any, layer_type: Any, spec: FoxFields, layer_idx: int):
         super().__init__()
-        self.layer_type, self.layer_idx = layer_type, layer_idx
+        self.layer_type = layer_type
         self._rotary = [rotary]  # in a list: the module belongs to the model
         with torch.device("cpu"):
             twin = type(rotary)(config)
@@ -344,11 +345,7 @@ class RotaryFade(nn.Module):
             self.stacked = torch.allclose(cos[0, 0], expected[halves])
             self.channel_pair = (halves if self.stacked else halves.sort().values).tolist()
         self.inv_freq = inv_freq.tolist()
-        self.set(spec)
-
-    def set(self, spec: FoxFields) -> None:
-        """Takes the fades of `spec`, whose `annealed_tokens` may have moved."""
-        self.fade = fades(self.inv_freq, spec, self.layer_idx)
+        self.fade = fades(self.inv_freq, spec, layer_idx)
         self.kept = all(f == 1.0 for f in self.fade)
         self.gone = all(f == 0.0 for f in self.fade)
         self.skippable = self.gone and self.attention_scaling == 1.0  # applying the rotary would multiply by one

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: annealing, signals, statistics of the gates."""
+"""Callbacks of the training loop: signals, statistics of the gates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from retrofox.anatomy import decoder_layers, set_annealed_tokens
+from retrofox.anatomy import decoder_layers
 from retrofox.half_lives import DEAD_DECAY, half_life_tokens
 from retrofox.model.modeling_fox import ForgetGate
 from retrofox.parallel.mesh import Mesh
@@ -40,27 +40,6 @@ class LossWindow:
         """Starts a new window after a step."""
         self.sums.zero_()
         self.start = step
-
-
-class Anneal(TrainerCallback):
-    """Moves the rotary dial with the tokens trained: a function of the step, so that it resumes by itself."""
-
-    def __init__(self, model: Any, start_tokens: int, batch_tokens: int):
-        self.model, self.start_tokens, self.batch_tokens = model, start_tokens, batch_tokens
-        self.limit = model.config.fox["anneal_tokens"]
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.move(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_save or control.should_training_stop:
-            self.move(state.global_step)
-
-    def move(self, step: int) -> None:
-        """Sets the dial where it stands after `step` steps of this stage."""
-        tokens = min(self.limit, self.start_tokens + step * self.batch_tokens)
-        if tokens != self.model.config.fox["annealed_tokens"]:
-            set_annealed_tokens(self.model, tokens)
 
 
 class Signals(TrainerCallback):

@@ -25,7 +25,7 @@ from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
-from retrofox.training.callbacks import Anneal, GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
+from retrofox.training.callbacks import GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
 from retrofox.training.log import Clock, JsonLog, Progress
 from retrofox.training.lora import assert_gates_saved
 from retrofox.training.loss_spike import Guard
@@ -70,10 +70,6 @@ class FoxTrainer(Trainer):
             self.add_callback(callback)
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
             self.add_callback(GatePressure(lm, stage, self.batch_tokens, args.world_size, args.device))
-        fox = getattr(lm.config, "fox", None)
-        if stage.objective != "adapt" and fox is not None and fox["rope"] == "anneal":
-            # Behind the others: it asks whether they want a save.
-            self.add_callback(Anneal(lm, fox["annealed_tokens"], self.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
         model.forward = types.MethodType(self._forward, model)
@@ -263,9 +259,6 @@ class FoxTrainer(Trainer):
             self._prepare_for_training(self.args.max_steps, None, str(directory))
         else:
             self._load_from_checkpoint(str(directory))
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Anneal):
-                callback.move(self.state.global_step)  # the dial is no tensor of the checkpoint
 
     def release(self) -> Any:
         """The model with its own forward again, for what comes after the stage."""

@@ -45,17 +45,14 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
 
 
 def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
-    options = (
-        "--rope anneal --anneal-to drop --anneal-tokens 256Mi --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
-    )
+    options = "--rope partial --max-wavelength 256Mi --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
     options += ' --layer-max-wavelength {"0":.inf} --gate bias --init slopes --half-life 4 1Ki --dry-run --json'
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
     spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
     given = {
-        "rope": "anneal",
-        "anneal_to": "drop",
-        "anneal_tokens": 2**28,
+        "rope": "partial",
+        "max_wavelength": 2**28,
         "horizon": 9.0,
         "sink_tokens": 2,
         "log_n": 128,
@@ -119,8 +116,6 @@ BAD = {
     "--half-life 1e-9 1e300": "0.01 <= shortest <= longest <= 1e12",
     "--half-life a 4KB": "half_life takes two numbers of tokens",
     "--rope drop --max-wavelength 100": "max_wavelength: rope drop leaves it without effect",
-    "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "anneal_to drop leaves it without effect",
-    "--rope anneal": "anneal_tokens > 0",
     "--init open --half-life 8 64": "half_life: init open leaves it without effect",
     "--horizon 1e300": "horizon must be the nats",
     "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",

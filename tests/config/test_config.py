@@ -96,7 +96,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.1.tokens=", ["stages is a list of 1, counted from 0, which has no '1'"]),
-        ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a finite number of tokens", "'soon'"]),
+        ("fox={max_half_life: soon}", ["max_half_life must be a number of tokens", "'soon'"]),
         ("seed", ["a.b=c"]),
         ("seed=[", ["not valid YAML"]),
     ],
@@ -171,7 +171,7 @@ def test_schema_takes_what_recipes_say():
     whole, text = definitions["ExtendStage"]["properties"]["tokens"]["anyOf"]
     assert (whole["type"], text["type"]) == ("integer", "string")
     assert all(re.search(text["pattern"], count) for count in ("20M", "512Ki", "1.5Gi"))
-    assert re.search(definitions["FoxSpec"]["properties"]["anneal_tokens"]["anyOf"][1]["pattern"], "256Mi")
+    assert re.search(definitions["FoxSpec"]["properties"]["max_half_life"]["anyOf"][1]["pattern"], "256Mi")
     assert {"type": "string"} in definitions["DataConfig"]["properties"]["train"]["items"]["anyOf"]
 
 
@@ -213,8 +213,7 @@ def test_shipped_recipes_parse_are_short_and_say_what_was_measured_on_what(path)
     "fox",
     [
         {"rope": "keep", "max_wavelength": 100},
-        {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9},
-        {"anneal_tokens": 5},
+        {"rope": "partial", "rope_factor": 4.0},
         {"gate": "none", "half_life": [2, 3]},
         {"gate": "none", "sink_tokens": 4},
         {"gate": "none", "gate_heads": "kv"},

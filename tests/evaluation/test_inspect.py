@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from retrofox.anatomy import attentions, set_annealed_tokens
+from retrofox.anatomy import attentions
 from retrofox.evaluation.gates import inspect
 
 TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
@@ -85,19 +85,12 @@ def test_kept_rotary_pairs_and_sinks_are_reported(make_fox, tokenizer):
             assert (layer["rotary_pairs"], layer["rotary_pairs_kept"], layer["sink_tokens"]) == (4, kept, 3)
 
 
-@pytest.mark.parametrize(
-    ("spec", "word"),
-    [({"rope": "interpolate"}, "slower"), ({"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100}, "fading")],
-)
-def test_stretched_pairs_are_slower_and_annealed_ones_fade(make_fox, tokenizer, capsys, monkeypatch, spec, word):
+def test_stretched_pairs_are_said_to_be_slower(make_fox, tokenizer, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    model = make_fox(**spec)
-    if spec["rope"] == "anneal":
-        set_annealed_tokens(model, 30)
-    layers = inspect(model, tokenizer=tokenizer)["layers"]
-    assert layers[0]["rotary_pairs_fading"] > 0
-    kept, fading = layers[0]["rotary_pairs_kept"], layers[0]["rotary_pairs_fading"]
-    assert f" {kept}/4 +{fading} {word} " in capsys.readouterr().out
+    layer = inspect(make_fox(rope="interpolate"), tokenizer=tokenizer)["layers"][0]
+    assert layer["rotary_pairs_slowed"] > 0
+    told = f" {layer['rotary_pairs_kept']}/4 +{layer['rotary_pairs_slowed']} slower "
+    assert told in capsys.readouterr().out
 
 
 def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer, text):

@@ -68,7 +68,7 @@ MODES = {
     "keep": {"rope": "keep"},
     "partial": {"rope": "partial", "max_wavelength": 40.0},
     "drop": {"rope": "drop"},
-    "anneal": {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 1000, "annealed_tokens": 300},
+    "interpolate": {"rope": "interpolate", "rope_factor": 4.0},
 }
 LENGTH = 24
 

@@ -18,12 +18,12 @@ PICO = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 PARTIAL = {"rope": "partial", "max_wavelength": 40.0}
-ANNEAL = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100, "annealed_tokens": 35}
+STRETCHED = {"rope": "interpolate", "rope_factor": 4.0}
 # name: (family, config, spec, how, the fused functions that a training step calls)
 CASES: dict[str, tuple[str, dict, dict, str, list[str]]] = {
     "partial": ("llama", {}, PARTIAL, "plain", ["entry"]),
     "drop": ("llama", {}, {"rope": "drop", "sink_tokens": 0}, "plain", ["entry"]),
-    "anneal": ("llama", {}, ANNEAL, "plain", ["entry"]),
+    "interpolate": ("llama", {}, STRETCHED, "plain", ["entry"]),
     "yarn": ("llama", {"rope_parameters": YARN}, PARTIAL, "plain", ["entry"]),
     "gate of biases": ("llama", {}, {**PARTIAL, "gate": "bias"}, "plain", ["rotary"]),
     "biases": ("qwen2", {}, PARTIAL, "plain", ["entry"]),

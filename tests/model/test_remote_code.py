@@ -17,7 +17,7 @@ WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_atten
 TOKENS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 SPECS = {
     "plain": {},
-    "all parts": {"pro": "all", "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100, "annealed_tokens": 30},
+    "all parts": {"pro": "all", "rope": "interpolate"},
     "latent": {"family": "deepseek_v2", "config": DEEPSEEK, "rope": "interpolate", "pro": "output-norm,output-gate"},
     "latent, horizon": {"family": "deepseek_v3", "config": DEEPSEEK, "horizon": 6.0, "half_life": (1.0, 9.0)},
     "no gate": {"gate": "none", "rope": "drop", "log_n": 8},

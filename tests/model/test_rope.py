@@ -1,4 +1,4 @@
-"""The rotary dial: which pairs stay, fade and go, under every kind of RoPE, layer by layer and step by step."""
+"""The rotary dial: which pairs stay, slow down and go, under every kind of RoPE, layer by layer."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import retrofox
 from retrofox import FoxSpec
 from retrofox.acceleration.fused_attention import leading
-from retrofox.anatomy import attention_mode, attentions, set_annealed_tokens
+from retrofox.anatomy import attention_mode, attentions
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import fades, interpolated
 from tests import conftest
@@ -80,7 +80,7 @@ MODES = {
     "keep": {"rope": "keep"},
     "partial": {"rope": "partial", "max_wavelength": 150.0},
     "drop": {"rope": "drop"},
-    "anneal": {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 800, "annealed_tokens": 350},
+    "interpolate": {"rope": "interpolate", "rope_factor": 4.0},
 }
 
 
@@ -102,7 +102,7 @@ def test_a_dialled_model_is_the_base_with_dialled_frequencies(monkeypatch, kind,
     close(logits(model, tokens), converted, 1e-6)
 
 
-@pytest.mark.parametrize("mode", ["partial", "anneal"])
+@pytest.mark.parametrize("mode", ["partial", "interpolate"])
 def test_interleaved_rotary_channels_are_dialled_pair_by_pair(mode, tokens):
     base = make_base("default", "cohere2", layer_types=["sliding_attention"] * 2, sliding_window=64)
     model = convert(base, **MODES[mode])
@@ -118,15 +118,13 @@ def test_interleaved_rotary_channels_are_dialled_pair_by_pair(mode, tokens):
     close(converted, logits(base, tokens))
 
 
-@pytest.mark.parametrize("mode", [{}, {"layer_max_wavelength": {0: 7.0}}, {"anneal_to": "partial"}])
-def test_a_wavelength_in_rounded_decimals_selects_the_pair_that_it_was_read_from(mode):
+@pytest.mark.parametrize("of_layer", [False, True])
+def test_a_wavelength_in_rounded_decimals_selects_the_pair_that_it_was_read_from(of_layer):
     inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
 
     def kept(limit: float) -> float:
-        if "layer_max_wavelength" in mode:
-            return sum(fades(inv_freq, FoxSpec(rope="keep", layer_max_wavelength={0: limit}), 0))
-        annealed = {"rope": "anneal", "anneal_tokens": 100, "annealed_tokens": 100} if mode else {"rope": "partial"}
-        return sum(fades(inv_freq, FoxSpec(**annealed, **mode, max_wavelength=limit), 0))
+        values: Any = {"rope": "keep", "layer_max_wavelength": {0: limit}} if of_layer else {"max_wavelength": limit}
+        return sum(fades(inv_freq, FoxSpec(**values), 0))
 
     for number, w in enumerate(inv_freq):
         wavelength = 2 * math.pi / w
@@ -146,7 +144,7 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
     for _, module in attentions(model):
         fade = module.rotary_fade
         pairs = leading(fade, cos, sin, positions)[0].shape[-1]
-        assert pairs == (PAIRS if scaled or mode == "anneal" else fade.fade.count(1.0))
+        assert pairs == (PAIRS if scaled or mode == "interpolate" else fade.fade.count(1.0))
         for part, led, left in zip(fade(cos, sin, positions), leading(fade, cos, sin, positions), (1, 0), strict=True):
             torch.testing.assert_close(led, part[..., :pairs])
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
@@ -166,38 +164,6 @@ def test_a_layer_can_have_its_own_limit(tokens):
         close(module(hidden, attention_mask=None, **options)[0], expected, 1e-6)
     with pytest.raises(ValueError, match="layer_max_wavelength names layers"):
         convert(base, layer_max_wavelength={2: 10.0})
-
-
-def test_annealing_fades_the_lowest_frequencies_first():
-    inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
-    spec = FoxSpec(rope="anneal", anneal_to="drop", anneal_tokens=PAIRS * 100)
-    seen = []
-    for tokens in range(0, PAIRS * 100 + 150, 50):
-        spec.annealed_tokens = tokens
-        seen.append(fades(inv_freq, spec, 0))
-    assert seen[0] == [1.0] * PAIRS
-    assert seen[1] == [1.0] * (PAIRS - 1) + [0.5]
-    assert seen[2] == [1.0] * (PAIRS - 1) + [0.0]
-    assert seen[5] == [1.0] * (PAIRS - 3) + [0.5, 0.0, 0.0]
-    assert seen[16] == seen[-1] == [0.0] * PAIRS
-    partial = FoxSpec(rope="anneal", anneal_to="partial", max_wavelength=100.0, anneal_tokens=10, annealed_tokens=10)
-    assert fades(inv_freq, partial, 0) == fades(inv_freq, FoxSpec(rope="partial", max_wavelength=100.0), 0)
-
-
-def test_annealing_starts_as_the_base_ends_as_dropped_and_resumes_from_the_checkpoint(tokens, tmp_path):
-    base = make_base("default")
-    model = convert(base, rope="anneal", anneal_to="drop", anneal_tokens=800)
-    close(logits(model, tokens), logits(base, tokens))
-    set_annealed_tokens(model, 350)
-    middle = logits(model, tokens)
-    model.save_pretrained(tmp_path)
-    loaded: Any = retrofox.load(tmp_path)
-    assert loaded.config.fox["annealed_tokens"] == 350
-    assert torch.equal(logits(loaded, tokens), middle)
-    for resumed in (model, loaded):
-        set_annealed_tokens(resumed, 800)
-        close(logits(resumed, tokens), logits(convert(base, rope="drop"), tokens))
-    assert (middle - logits(model, tokens)).abs().max() > 1e-2
 
 
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):

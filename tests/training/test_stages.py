@@ -28,18 +28,6 @@ def make_recipe(make_recipe):
     return lambda **keys: make_recipe(**{"converted": False, "stages": [STAGE], **keys})
 
 
-def test_a_second_stage_goes_on_annealing_where_the_first_ended(make_recipe, tmp_path):
-    fox = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 1000, "half_life": [2, 200]}
-    result = train(make_recipe(fox=fox, stages=[STAGE, STAGE], checkpoint={"every_steps": 1}))
-
-    def annealed(folder: Path) -> int:
-        return json.loads((folder / "config.json").read_text())["fox"]["annealed_tokens"]
-
-    places = [f"stage-{stage}-extend/checkpoint-{step}" for stage in (0, 1) for step in (1, 2)]
-    assert [annealed(tmp_path / "run" / place) for place in places] == [128, 256, 384, 512]
-    assert retrofox.load(result["model"]).config.fox["annealed_tokens"] == 512
-
-
 def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(
     make_recipe, tmp_path, monkeypatch, pico_tokenizer
 ):
