@@ -14,12 +14,7 @@ from torch.nn import functional
 from retrofox.anatomy import attentions, exempt_tokens, sliding_window
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.gates_report import (
-    open_heads_sentence,
-    print_gates,
-    print_live_share,
-    write_files,
-)
+from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
 from retrofox.evaluation.live_share import measure_live_share
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.heads.needles import LONGEST, plant
@@ -28,6 +23,7 @@ from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import require_at_least
+from retrofox.support.plots import save_figure
 from retrofox.support.report import check_folder, environment, output_console, write_results
 
 if TYPE_CHECKING:
@@ -129,7 +125,8 @@ def inspect(
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
-        result["files"] = write_files(result, Path(out)) if heads else {}
+        if heads:
+            result["files"]["png"], result["files"]["svg"] = save_figure(figure(result), Path(out) / "half_lives")
         write_results(result, Path(out) / "gates.json", console)
     return result
 

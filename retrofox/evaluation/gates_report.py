@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
-from retrofox.support.plots import half_life_figure, save_figure, tokens_label
+from retrofox.support.plots import COLOURS, STYLE, new_figure, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
@@ -48,21 +50,44 @@ def _label(half_life: float | None) -> str:
     return "inf" if half_life is None or half_life > 1e9 else tokens_label(half_life)
 
 
-def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
-    """Writes the figure; returns its paths."""
-    return dict(zip(("png", "svg"), save_figure(figure(result), out / "half_lives"), strict=True))
-
-
 def figure(result: dict[str, Any]) -> Figure:
-    """The half-life of every head, from what gates.json holds."""
-    by_layer = [
-        [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
-        for n in range(len(result["layers"]))
-    ]
-    trained = result["trained_length"]
-    return half_life_figure(
-        by_layer, local_below=trained / 16, global_from=trained, ceiling=trained * 128, subtitle=_source(result)
-    )
+    """Half-life of every head, layer by layer, on a log axis, with lines at the bounds of local and global heads.
+
+    Half-lives beyond 128 times the trained length, and gates that never forget, are drawn there as triangles.
+    """
+    trained, layers = result["trained_length"], len(result["layers"])
+    ceiling = trained * 128
+    marks: list[tuple[float, float]] = []
+    medians: dict[int, float] = {}
+    for layer in range(layers):
+        lives = [h["half_life"] for h in result["heads"] if h["layer"] == layer]
+        lives = [math.inf if life is None else life for life in lives]
+        marks += [(layer + 0.5 * (head + 1) / (len(lives) + 1) - 0.25, life) for head, life in enumerate(lives)]
+        if lives:
+            medians[layer] = float(np.median(np.minimum(lives, ceiling)))
+    closed, never = ([mark for mark in marks if (mark[1] > ceiling) == beyond] for beyond in (False, True))
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(max(7.0, 0.25 * layers + 3.0), 4.6)
+        axes = figure.subplots()
+        place, values = zip(*closed, strict=True) if closed else ((), ())
+        axes.scatter(place, values, s=20, color=COLOURS[0], linewidths=0, alpha=0.85, label=f"a head ({len(closed)})")
+        if never:
+            label = f"over {tokens_label(ceiling)} ({len(never)})"
+            at_the_top = [ceiling] * len(never)
+            axes.scatter([x for x, _ in never], at_the_top, s=26, color="black", marker="^", label=label)
+        axes.plot([*medians], [*medians.values()], color="black", lw=1.2, alpha=0.7)
+        axes.set_yscale("log", base=2)
+        for level, name in ((trained / 16, "local below"), (trained, "global from")):
+            axes.axhline(level, color=COLOURS[1], lw=0.8, ls=(0, (4, 3)), label=f"{name} {tokens_label(level)}")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlim(-0.6, layers - 0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("Layer (heads side by side; line: median)")
+        axes.set_ylabel("Half-life (tokens, log scale)")
+        set_titles(axes, "Half-lives of the forget gates", _source(result))
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=10, borderaxespad=0.2)
+    return figure
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:

@@ -8,14 +8,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
-from retrofox.support.plots import loss_figure, save_figure, tokens_label
+from retrofox.support.plots import (
+    COLOURS,
+    LINES,
+    STYLE,
+    legend_label,
+    new_figure,
+    save_figure,
+    set_titles,
+    tokens_label,
+)
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -161,19 +172,66 @@ def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """L(i) of every line, and below it the differences, from what eval.json holds."""
+    """L(i) of every line against document position on a log axis, and below it the differences, from eval.json.
+
+    Bands are standard errors over documents. Differences beyond 0.1 nats are drawn on a log axis, so that a base that
+    breaks beyond its trained length does not hide what happens within it.
+    """
+    drawn, differences, trained = result["curves"], result["difference_curves"], result.get("trained_length")
     labels = {line["key"]: line["label"] for line in result["lines"]}
-    return loss_figure(
-        result["curves"],
-        result["difference_curves"],
-        reference=labels[_reference(labels)],
-        trained_length=result.get("trained_length"),
-        subtitle=_documents(result["documents"]),
-    )
+    last = max(float(curve["position"][-1]) for curve in drawn)
+    first = max(1.0, min(16.0, last / 16))
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(8.0, 6.6 if differences else 4.8)
+        panels = list(figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)) if differences else [figure.subplots()])
+        for panel, shown in zip(panels, (drawn, differences), strict=False):
+            for curve in shown:
+                _line(panel, curve)
+            _limit(panel, shown, first)
+            if trained is not None and first < trained < last:
+                panel.axvline(trained, color="#555555", lw=1.0, ls=(0, (4, 3)))
+                place = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 9, "color": "#555555"}
+                text = f"trained length {tokens_label(trained)} "
+                panel.text(trained, 0.99, text, transform=panel.get_xaxis_transform(), **place)
+        if differences:
+            lower = panels[1]
+            lower.axhline(0, color="black", lw=0.9)
+            if max(map(abs, lower.get_ylim())) > 1.0:
+                lower.set_yscale("symlog", linthresh=0.1, linscale=0.6, base=10)
+                lower.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+g}" if v else "0"))
+            lower.set_ylabel("Difference (nats)")
+            lower.set_title(f"L(i) less that of {labels[_reference(labels)]}", fontsize=10)
+        below = panels[-1]
+        below.set_xscale("log", base=2)
+        below.set_xlim(first, last)
+        below.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
+        below.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
+        below.xaxis.set_minor_formatter(NullFormatter())
+        below.set_xlabel("Position i in the document (tokens, log scale)")
+        panels[0].set_ylabel("Loss L(i) (nats per token)")
+        count = result["documents"]
+        subtitle = "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
+        set_titles(panels[0], "Per-token loss", subtitle)
+        panels[0].legend(loc="best", fontsize=10, handlelength=2.6)
+    return figure
 
 
-def _documents(count: int) -> str:
-    return "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
+def _line(axes: Any, curve: dict[str, Any]) -> None:
+    """A curve and the band of its standard error; the first curve lies on top."""
+    mean = np.array(curve["mean"], float)
+    error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
+    colour, style = COLOURS[curve["look"] % len(COLOURS)], LINES[curve["look"] % len(LINES)]
+    look = {"color": colour, "linestyle": style, "lw": 1.9, "zorder": 3.0 - 0.01 * curve["look"]}
+    axes.plot(curve["position"], mean, label=legend_label(curve["label"]), **look)
+    axes.fill_between(curve["position"], mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
+
+
+def _limit(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
+    """Fits the vertical range to the means at the positions shown."""
+    shown = [m for curve in curves for m, at in zip(curve["mean"], curve["position"], strict=True) if at >= first]
+    if len(shown) > 1:
+        margin = 0.08 * max(max(shown) - min(shown), 0.01)
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def _reference(keys: Collection[str]) -> str:

@@ -18,9 +18,9 @@ from retrofox.support.plots import (
     LINES,
     STYLE,
     legend_label,
-    needle_figure,
     new_figure,
     save_figure,
+    set_titles,
     tokens_label,
 )
 from retrofox.support.report import print_table
@@ -84,16 +84,28 @@ def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def depth_figure(result: dict[str, Any], name: str, mode: str) -> Figure:
-    """One model's share found over depths and lengths in one mode."""
-    values = result["models"][name]
-    return needle_figure(
-        values["modes"][mode]["found"],
-        result["lengths"],
-        result["depths"],
-        trained_length=values["trained_length"],
-        title=f"Needle retrieval, {mode} mode: {name}",
-        subtitle=f"{result['trials']} trials per cell",
-    )
+    """One model's share found in one mode, as a heat-map: context length across, depth (0 = start) downwards."""
+    values, lengths, depths = result["models"][name], result["lengths"], result["depths"]
+    trained = values["trained_length"]
+    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
+        figure = new_figure(max(5.0, len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9))
+        axes = figure.subplots()
+        found = values["modes"][mode]["found"]
+        image = axes.imshow(found, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.set_xticks(range(len(lengths)), [tokens_label(n) for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{100 * d:g} %" for d in depths])
+        axes.tick_params(length=0)
+        for (row, column), share in np.ndenumerate(found):
+            shade = "white" if share < 0.55 else "black"
+            axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=shade)
+        inside = sum(trained is None or n <= trained for n in lengths)
+        if 0 < inside < len(lengths):
+            axes.axvline(inside - 0.5, color="#D55E00", lw=2)
+        axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if 0 < inside < len(lengths) else ""))
+        axes.set_ylabel("Depth of the needle")
+        figure.colorbar(image, ax=axes, pad=0.02, label="Needles found", format=PercentFormatter(1.0, 0))
+        set_titles(axes, f"Needle retrieval, {mode} mode: {name}", f"{result['trials']} trials per cell")
+    return figure
 
 
 def length_figure(result: dict[str, Any]) -> Figure:
