@@ -106,3 +106,10 @@ def test_there_are_no_circles(package: dict[str, Path]):
 
 def test_few_modules_stand_beside_the_packages():
     assert len(list((ROOT / "retrofox").glob("*.py"))) <= 12
+
+
+def test_no_kernel_takes_more_than_25_arguments():
+    for name, file in (modules() | KERNELS).items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
+                assert len(node.args.args) <= 25, f"{name}.{node.name} takes {len(node.args.args)}: group them"

@@ -5,17 +5,19 @@ host. With a horizon each program first finds where the group's live keys begin;
 sinks. What lies beyond a layer's reach is never read: it may be another text's by now.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from fox_kernels.common.groups import Gates
 from fox_kernels.host.launch import cdiv, launch, power_of_2
 
-from retrofox.serving.paged_rows import Paged, gather, log_f_of, row_of, write
+from retrofox.serving.paged_rows import Paged, c_of, gather, log_f_of, pages_of, requests_of, row_of, write
 from retrofox.serving.prefill import KeyValueRows, read_all
 
 PROGRAMS = 1056
@@ -27,58 +29,72 @@ WAYS = tl.constexpr(64)
 """Lots of blocks that a step of the search for live keys looks at."""
 
 
+class Parts(NamedTuple):
+    """What programs leave: o and base-2 log-sum-exp of their keys, for every token, query head and part."""
+
+    o: Any
+    lse: Any
+
+
+class Cut(NamedTuple):
+    """What attending is compiled for, beside the `Row`."""
+
+    block: int  # keys that a program reads at once
+    parts: int
+    reach: int | None  # tokens whose keys may be read, sinks aside; None: all
+    sink: int
+    search: int | None  # with a horizon: steps in which its first block is found
+
+
 @triton.jit
-def _decay(own_high, own_low, floats, row, g, known, GROUPS: tl.constexpr, DIM: tl.constexpr, PER: tl.constexpr):
+def _decay(own, pages, row, g, known, ROW: tl.constexpr):
     """c_i - c_j (heads, keys) float32 of one query and the keys in `row`."""
-    c = floats + ((row + 2 * DIM) // PER)[None, :] + g[:, None]
-    decay = own_high[:, None] - tl.load(c, mask=known, other=0.0)
-    return decay + (own_low[:, None] - tl.load(c + GROUPS, mask=known, other=0.0))
+    c = c_of(pages, row, ROW)[None, :] + g[:, None]
+    decay = own.hi[:, None] - tl.load(c, mask=known, other=0.0)
+    return decay + (own.lo[:, None] - tl.load(c + ROW.groups, mask=known, other=0.0))
 
 
 @triton.jit
 def _attend_kernel(
-    query, cache, floats, output, parts, weights, query_start, seq_lens, block_table, owner,
-    scale, softcap, horizon, query_token, query_head, output_token, output_head,
-    cache_block, cache_head, cache_token, table_row, heads,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, SEARCH: tl.constexpr,
+    query, query_strides, output, output_strides, parts, requests, owner, pages, scale, softcap, horizon, heads,
+    ROW: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One token, kv head and part of its keys: all query heads of the group attend.
-
-    REACH: tokens whose keys may be read, sinks aside; 0 = all. SEARCH: with a horizon the steps in which its first
-    block is found, else 0.
-    """
+    """One token, kv head and part of its keys: all query heads of the group attend."""
+    BLOCK: tl.constexpr = CUT.block
+    PARTS: tl.constexpr = CUT.parts
+    SINK: tl.constexpr = CUT.sink
+    ROWS: tl.constexpr = ROW.padded
+    CHANNELS: tl.constexpr = ROW.channels
+    STEPS: tl.constexpr = CUT.search
     part, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = token
     if owner is not None:
         request = tl.load(owner + token)
-    stop = tl.load(query_start + request + 1)
-    length = tl.where(token < stop, tl.load(seq_lens + request) - (stop - 1 - token), 0)  # 0: padding
+    stop = tl.load(requests.start + request + 1)
+    length = tl.where(token < stop, tl.load(requests.length + request) - (stop - 1 - token), 0)  # 0: padding
     low = length * 0
-    if REACH > 0:
-        low = tl.maximum(length - REACH, 0)
+    if CUT.reach is not None:
+        low = tl.maximum(length - CUT.reach, 0)
     g, channel, step = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
-    inside = g < GROUPS
-    whole = channel < DIM
-    queries = query + token.to(tl.int64) * query_token + (head * GROUPS + g)[:, None] * query_head + channel[None, :]
+    inside = g < ROW.groups
+    whole = channel < ROW.dim
+    h = (head * ROW.groups + g)[:, None]
+    queries = query + token.to(tl.int64) * query_strides[0] + h * query_strides[1] + channel[None, :]
     q = tl.load(queries, mask=inside[:, None] & whole[None, :], other=0.0)
-    table = block_table + request.to(tl.int64) * table_row
+    table = requests.table + request.to(tl.int64) * requests.table_row
     last = tl.maximum(length - 1, 0)
-    own = row_of(table, last, length > 0, head, cache_block, cache_head, cache_token, PAGE)  # padding may have page -1
-    own = floats + (own + 2 * DIM) // PER
-    own_high = tl.load(own + g, mask=inside, other=0.0)
-    own_low = tl.load(own + GROUPS + g, mask=inside, other=0.0)
+    c = c_of(pages, row_of(pages, table, last, length > 0, head, ROW), ROW) + g  # padding may have page -1
+    own = Gates(tl.load(c, mask=inside, other=0.0), tl.load(c + ROW.groups, mask=inside, other=0.0))
     first = low // BLOCK
-    if SEARCH > 0:  # c falls: a block is dead where its last key is, and all before it are
+    if horizon is not None:  # c falls: a block is dead where its last key is, and all before it are
         dead, width = first, 1
-        for _ in tl.static_range(SEARCH - 1):
+        for _ in tl.static_range(STEPS - 1):
             width *= WAYS
-        for _ in tl.static_range(SEARCH):
+        for _ in tl.static_range(STEPS):
             at = (dead + (1 + tl.arange(0, WAYS)) * width) * BLOCK - 1
-            row = row_of(table, at, at < length, head, cache_block, cache_head, cache_token, PAGE)
+            row = row_of(pages, table, at, at < length, head, ROW)
             known = inside[:, None] & (at < length)[None, :]
-            decay = _decay(own_high, own_low, floats, row, g, known, GROUPS, DIM, PER)
+            decay = _decay(own, pages, row, g, known, ROW)
             near = known & ((decay <= 0.0 - horizon) == 0)  # NaN is to be seen
             dead += tl.sum(((tl.max(near.to(tl.int32), 0) == 0) & (at < length)).to(tl.int32), 0) * width
             width = width // WAYS
@@ -93,17 +109,18 @@ def _attend_kernel(
     for block in range(begin, tl.minimum(begin + mine, blocks)):
         at = tl.where(block < sinks, block, first + block - sinks) * BLOCK + step
         seen = ((at >= low) | (at < SINK)) & (at < length)
-        row = row_of(table, at, at < length, head, cache_block, cache_head, cache_token, PAGE)
-        k = tl.load(cache + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
-        v = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
+        row = row_of(pages, table, at, at < length, head, ROW)
+        k = tl.load(pages.rows + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
+        values = pages.rows + row[:, None] + ROW.dim + channel[None, :]
+        v = tl.load(values, mask=seen[:, None] & whole[None, :], other=0.0)
         known = inside[:, None] & seen[None, :]
-        decay = _decay(own_high, own_low, floats, row, g, known, GROUPS, DIM, PER)
+        decay = _decay(own, pages, row, g, known, ROW)
         if SINK > 0:
             decay = tl.where((at < SINK)[None, :], 0.0, decay)
-        if SEARCH > 0:  # a sink's decay is 0, the own key's too
+        if horizon is not None:  # a sink's decay is 0, the own key's too
             known = known & ((decay <= 0.0 - horizon) == 0)
         logits = tl.dot(q, k, input_precision="ieee") * scale
-        if CAP:
+        if softcap is not None:
             logits = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * logits / softcap * 1.4426950408889634) + 1.0))
         logits = tl.where(known, (logits + decay) * 1.4426950408889634, float("-inf"))
         above = tl.maximum(top, tl.max(logits, 1))
@@ -115,31 +132,28 @@ def _attend_kernel(
         top = above
     safe = tl.where(total == 0, 1.0, total)
     made = made / safe[:, None]
-    if PARTS == 1:
-        to = output + token.to(tl.int64) * output_token + (head * GROUPS + g)[:, None] * output_head + channel[None, :]
+    if parts is None:
+        to = output + token.to(tl.int64) * output_strides[0] + h * output_strides[1] + channel[None, :]
         tl.store(to, made.to(output.dtype.element_ty), mask=inside[:, None] & whole[None, :])
     else:
-        to = ((token.to(tl.int64) * heads + head) * GROUPS + g) * PARTS + part
-        tl.store(parts + to[:, None] * CHANNELS + channel[None, :], made, mask=inside[:, None])
-        tl.store(weights + to, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=inside)
+        to = ((token.to(tl.int64) * heads + head) * ROW.groups + g) * PARTS + part
+        tl.store(parts.o + to[:, None] * CHANNELS + channel[None, :], made, mask=inside[:, None])
+        tl.store(parts.lse + to, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=inside)
 
 
 @triton.jit
-def _merge_kernel(
-    parts, weights, output, output_token, output_head, query_heads,
-    DIM: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def _merge_kernel(parts, output, strides, query_heads, DIM: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
     """One token and query head: its parts, each weighed by the exponents that it added up."""
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, CHANNELS)
     row = (token * query_heads + head) * PARTS + part
-    weight = tl.load(weights + row)
-    made = tl.load(parts + row[:, None] * CHANNELS + channel[None, :])
+    weight = tl.load(parts.lse + row)
+    made = tl.load(parts.o + row[:, None] * CHANNELS + channel[None, :])
     top = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight, 0)
     made = tl.sum(made * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
-    to = output + token * output_token + head * output_head + channel
+    to = output + token * strides[0] + head * strides[1] + channel
     tl.store(to, made.to(output.dtype.element_ty), mask=channel < DIM)
 
 
@@ -168,30 +182,33 @@ def attend(
     assert not (options["window"] and options["sink"])
     tokens, query_heads, dim = query.shape
     heads = query_heads // paged.groups
-    parts = min(power_of_2(cdiv(PROGRAMS, max(tokens * heads, 1))), MOST_PARTS)
-    channels = power_of_2(dim)
-    made = weights = output
-    if parts > 1:
-        made = torch.empty(tokens, query_heads, parts, channels, dtype=torch.float32, device=query.device)
-        weights = torch.empty(tokens, query_heads, parts, dtype=torch.float32, device=query.device)
-    softcap, horizon = options["softcap"], options["horizon"]
-    arguments = (
-        query, kv_cache, kv_cache.view(torch.float32), output, made, weights, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), float(horizon or 0.0),
-        query.stride(0), query.stride(1), output.stride(0), output.stride(1), *kv_cache.stride()[:3],
-        batch.block_table.stride(0), heads,
+    count = min(power_of_2(cdiv(PROGRAMS, max(tokens * heads, 1))), MOST_PARTS)
+    row = paged.row(kv_cache.shape[2], least=16)  # as many rows as a product takes at least
+    parts = None
+    if count > 1:
+        shape = tokens, query_heads, count, row.channels
+        made = torch.empty(shape, dtype=torch.float32, device=query.device)
+        parts = Parts(made, torch.empty(shape[:-1], dtype=torch.float32, device=query.device))
+    softcap, horizon = (None if options[n] is None else float(options[n]) for n in ("softcap", "horizon"))
+    keys = KEYS if row.channels <= 128 * paged.per_float // 2 else KEYS // 2
+    reach = reach or options["window"]
+    longest = batch.block_table.shape[1] * row.page
+    longest = longest if reach is None else min(longest, reach + keys)
+    search = None
+    if horizon is not None:
+        search = next(steps for steps in range(1, 5) if WAYS.value**steps * keys >= longest)
+    launch(
+        _attend_kernel, (count, heads, tokens),
+        (
+            query, query.stride()[:2], output, output.stride()[:2], parts, requests_of(batch), owner,
+            pages_of(kv_cache), float(options["scale"]), softcap, horizon, heads,
+        ),
+        (row, Cut(keys, count, reach, options["sink"], search)), warps=WARPS, stages=STAGES,
     )  # fmt: skip
-    keys = KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2
-    row = (paged.groups, 16, dim, channels, paged.per_float, kv_cache.shape[2])
-    reach = reach or options["window"] or 0
-    longest = batch.block_table.shape[1] * kv_cache.shape[2]
-    longest = min(longest, reach + keys) if reach else longest
-    search = 0 if horizon is None else next(steps for steps in range(1, 5) if WAYS.value**steps * keys >= longest)
-    constants = (*row, keys, parts, reach, options["sink"], softcap is not None, search)
-    launch(_attend_kernel, (parts, heads, tokens), arguments, constants, warps=WARPS, stages=STAGES)
-    if parts > 1:
-        arguments = (made, weights, output, output.stride(0), output.stride(1), query_heads)
-        launch(_merge_kernel, (query_heads, tokens), arguments, (dim, channels, parts), warps=1 if parts <= 16 else 4)
+    if parts is not None:
+        arguments = (parts, output, output.stride()[:2], query_heads)
+        constants = (dim, row.channels, count)
+        launch(_merge_kernel, (query_heads, tokens), arguments, constants, warps=1 if count <= 16 else 4)
 
 
 class PagedImpl:

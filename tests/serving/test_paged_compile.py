@@ -2,75 +2,94 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from retrofox.serving import paged_attention, paged_rows
+from retrofox.serving.prefill import Links
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
-from compiling import check
+from compiling import check, compiled_launch
 
-FLOATS = ("scale", "softcap", "horizon")
-TYPES = {
-    **dict.fromkeys(("query", "key", "value", "cache", "output"), "*bf16"),
-    **dict.fromkeys(("floats", "log_f", "parts", "weights"), "*fp32"),
-    **dict.fromkeys(("query_start", "seq_lens", "block_table", "owner", "pages"), "*i32"),
-    **dict.fromkeys(("slots", "source", "source_request"), "*i64"),
-    **dict.fromkeys(FLOATS, "fp32"),
-    "sums": "*fp64",
+KV_HEADS, PAGE, REQUESTS = 2, 16, 3
+OPTIONS = {"scale": 0.125, "window": None, "sink": 0, "softcap": None, "horizon": None}
+
+
+def batch(most: int):
+    tokens, requests = torch.zeros(REQUESTS, dtype=torch.int64), torch.zeros(REQUESTS, dtype=torch.int32)
+    table = torch.zeros(REQUESTS, 400, dtype=torch.int32)
+    return SimpleNamespace(
+        query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32), seq_lens=requests, block_table=table,
+        slot_mapping=tokens, max_query_len=most,
+    )  # fmt: skip
+
+
+def attend(dim=64, programs=paged_attention.PROGRAMS, reach=None, **options):
+    paged = paged_rows.Paged(3, dim)
+    query = torch.zeros(REQUESTS, 3 * KV_HEADS, dim, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "PROGRAMS", programs)
+        paged_attention.attend(
+            paged, query, cache(paged), batch(1), torch.empty_like(query), OPTIONS | options, reach=reach
+        )
+
+
+def cache(paged: paged_rows.Paged) -> torch.Tensor:
+    width = 2 * (paged.dim + paged.extra)
+    return torch.zeros(9, PAGE, KV_HEADS, width, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def write(most: int, linked: bool = False):
+    paged = paged_rows.Paged(3, 64)
+    new = torch.zeros(REQUESTS, KV_HEADS, 64, dtype=torch.bfloat16)
+    links = Links(*torch.zeros(2, REQUESTS, dtype=torch.int64)) if linked else None
+    paged_rows.write(paged, new, new, torch.zeros(REQUESTS, 3 * KV_HEADS), cache(paged), batch(most), links)
+
+
+def gather():
+    paged = paged_rows.Paged(3, 64)
+    paged_rows.gather(paged, cache(paged), batch(1).block_table[0], 37, 150)
+
+
+CALLS = {
+    "write a token": partial(write, 1),
+    "write": partial(write, 1200),
+    "write, at most a chunk": partial(write, 33),
+    "write behind another's": partial(write, 1200, linked=True),
+    "attend, 64": attend,
+    "attend, 64, one part": partial(attend, programs=1, sink=1),
+    "attend, 80, a window": partial(attend, 80, window=4096),
+    "attend, 64, a horizon": partial(attend, sink=1, horizon=8.0),
+    "attend, 128, a horizon and a reach": partial(attend, 128, sink=1, horizon=8.0, reach=5909),
+    "attend, 128, softcap": partial(attend, 128, softcap=30.0, sink=4),
+    "gather": gather,
 }
-UNALIGNED = ("requests", "heads", "query_heads", "sinks", "first", "length", "table_row", "log_f_token", *FLOATS)
-NONE = ("owner", "source", "source_request")
-SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PER": 2, "PAGE": 16}
-WRITE = {"CHUNK": 512, **SIZES}
 
 
-def attend(dim, channels, **options):
-    sizes = {"GROUPS": 3, "ROWS": 16, "DIM": dim, "CHANNELS": channels, "PER": 2, "PAGE": 16}
-    sizes["BLOCK"] = paged_attention.KEYS
-    plain = {"PARTS": 8, "REACH": 0, "SINK": 0, "CAP": False, "SEARCH": 0}
-    return paged_attention._attend_kernel, sizes | plain | options, 4
+def launches(call) -> list[tuple]:
+    """Return (kernel, its arguments, warps, stages) of what a call launches."""
+    found = []
 
+    def note(kernel, grid, arguments, constants, *, warps=4, stages=3) -> None:
+        found.append((kernel, dict(zip(kernel.arg_names, (*arguments, *constants), strict=True)), warps, stages))
 
-KERNELS = {
-    "sums": (paged_rows._sums_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
-    "write a token": (paged_rows._write_kernel, WRITE | {"BLOCK": 1, "SINGLE": True}, 1),
-    "write": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False}, 4),
-    "write, at most a chunk": (paged_rows._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False, "sums": None}, 4),
-    "attend, 64": attend(64, 64),
-    "attend, 64, one part": attend(64, 64, PARTS=1, SINK=1),
-    "attend, 80, a window": attend(80, 128, REACH=4096),
-    "attend, 64, a horizon": attend(64, 64, SINK=1, SEARCH=2),
-    "attend, 128, a horizon and a reach": attend(128, 128, SINK=1, SEARCH=2, REACH=5909),
-    "attend, 128, softcap": attend(128, 128, CAP=True, SINK=4),
-    "merge": (paged_attention._merge_kernel, {"DIM": 64, "CHANNELS": 64, "PARTS": 8}, 1),
-    "merge, most parts": (paged_attention._merge_kernel, {"DIM": 128, "CHANNELS": 128, "PARTS": 64}, 4),
-    "gather": (paged_rows._gather_kernel, SIZES | {"BLOCK": 64}, 4),
-}
-
-
-def compiled(name: str, arch: int):
-    """Compiled with bfloat16 states, aligned pointers and strides."""
-    function, constants, warps = KERNELS[name]
-    constants = constants | {name: None for name in NONE if name in function.arg_names}
-    signature, attributes = {}, {}
-    for index, argument in enumerate(function.arg_names):
-        signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, "i32")
-        if argument not in constants and argument not in UNALIGNED:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (paged_attention, paged_rows):
+            patch.setattr(module, "launch", note)
+        call()
+    return found
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", CALLS)
 def test_fits_and_spills_nothing(name, arch):
-    check(compiled(name, arch), arch)
+    for kernel, named, warps, stages in launches(CALLS[name]):
+        check(compiled_launch(kernel, named, arch, warps, stages), arch)
