@@ -1,18 +1,14 @@
-"""A converted checkpoint on the Hub: its model card, and pushing it there, checked before and after."""
+"""A converted checkpoint on the Hub: its model card, and pushing it there, checked before."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 
 from retrofox.conversion.card import HERE, adapter_card, card_of, history, licence_in, licence_of, with_licence
-from retrofox.conversion.merge import probe_logits
 from retrofox.conversion.upload import check_repo, publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
@@ -50,9 +46,8 @@ def push(
     message: str | None = None,
     dry_run: bool = False,
     base: str | None = None,
-    check: bool = True,
 ) -> dict[str, Any]:
-    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and loads it from there.
+    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit.
 
     The card's placeholder for the repository becomes its name; a directory without a card gets one, with the base's
     licence. Beside a run's recipe.yaml the card shows recipe and loss.
@@ -62,14 +57,12 @@ def push(
         private: the repository must be private: a new one is made so, a public one is refused.
         dry_run: check and list, upload nothing.
         base: for an adapter: the Hub id of its converted base, where the adapter names it by a local path.
-        check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
-        repo, files (path -> bytes), bytes, licence; unless dry_run also commit and logits_equal (None without
-        `check`).
+        repo, files (path -> bytes), bytes, licence, and the commit unless dry_run.
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is not a repository name, or the logits differ afterwards.
+        ValueError: the checkpoint is incomplete, or `repo` is not a repository name.
         OSError: the Hub can't be reached or refuses it, as without a token that may write.
     """
     directory = Path(directory)
@@ -93,11 +86,8 @@ def push(
     found["licence"] = licence or "none found here or in the base's card: add `license:` to README.md's metadata"
     if dry_run:
         return found
-    commit = publish(repo, contents, private, message or f"Upload {directory.absolute().name} with retrofox")
-    found |= {"commit": commit, "logits_equal": None}
-    if check:
-        found["logits_equal"] = _loads_the_same(directory, repo, commit)
-    return found
+    title = message or f"Upload {directory.absolute().name} with retrofox"
+    return found | {"commit": publish(repo, contents, private, title)}
 
 
 def _contents(directory: Path) -> dict[str, bytes | Path]:
@@ -136,14 +126,3 @@ def _base_on_hub(directory: Path, base: str | None) -> str:
             f"(`retrofox push {named} ORG/BASE`) and give --base ORG/BASE, or push what `retrofox merge` makes"
         )
     return named
-
-
-def _loads_the_same(directory: Path, repo: str, commit: str) -> bool:
-    """True where a download into an empty cache gives the logits that the directory gives; else raises ValueError."""
-    with tempfile.TemporaryDirectory(prefix="retrofox-push-") as cache:
-        there = snapshot_download(repo, revision=commit, cache_dir=cache)
-        mine, theirs = (probe_logits(load(place)) for place in (directory, Path(there)))
-    if not torch.equal(mine, theirs):
-        difference = float((mine - theirs).abs().max())
-        raise ValueError(f"{repo} is uploaded but its logits differ from {directory}'s by {difference:.1e}: push again")
-    return True

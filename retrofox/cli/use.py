@@ -112,20 +112,15 @@ def push(
     base: Annotated[
         str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
-    ] = True,
 ) -> None:
-    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before,
-    and the logits after.
-    """
+    """Uploads a converted model, or an adapter, to the Hub in one commit, after checking that it is complete."""
     from retrofox.conversion.upload import check_repo
 
     check_repo(repo)
     from retrofox.hub import push as run
 
-    options: dict[str, Any] = {"private": private, "message": message, "dry_run": dry_run}
-    print(json.dumps(run(directory, repo, **options, base=base, check=check), indent=2))
+    found = run(directory, repo, private=private, message=message, dry_run=dry_run, base=base)
+    print(json.dumps(found, indent=2))
 
 
 def verify_serving(

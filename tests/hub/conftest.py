@@ -32,7 +32,6 @@ class Hub(ThreadingHTTPServer):
         self.large: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.created: list[dict[str, Any]] = []
-        self.damage = ""  # name of a file to spoil when it is committed
         self.private: set[str] = set()
         self.refuse: dict[str, int] = {}  # part of an address -> the status that answers it
 
@@ -149,8 +148,6 @@ class Answers(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.large[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
-        if self.server.damage:
-            files[self.server.damage] += b"x"
         sha = self.server.commit(repo, files)
         return {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha}
 

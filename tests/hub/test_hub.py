@@ -100,7 +100,7 @@ AT_HOME = (
 """What a training leaves beside a model."""
 
 
-def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(run, online, converted, tmp_path):
+def test_a_pushed_checkpoint_is_all_there(run, online, converted):
     hub, names = online, {file.name for file in converted.iterdir()}
     for name in AT_HOME:
         (converted / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,20 +112,13 @@ def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(run
     report = json.loads(printed)
     _, files = hub.at("me/fox", report["commit"])
     assert set(report["files"]) == set(files)
-    assert report["logits_equal"] is True
-    downloads = [asked for asked in hub.asked if asked.startswith("GET /me/fox/resolve") and "safetensors" in asked]
-    assert downloads
-    assert not (tmp_path / "cache" / "models--me--fox").exists()  # a cache of its own, gone again
     assert set(files) == names
     card = files.pop("README.md").decode()
     assert 'from_pretrained("me/fox"' in card
     assert "vllm serve me/fox" in card
     assert "THIS_REPOSITORY" not in card
     assert all((converted / name).read_bytes() == content for name, content in files.items())
-    hub.damage = "config.json"
-    code, _, error = run("push", converted, "me/fox")
-    assert code == 2
-    assert "config.json is no model's config" in error
+    push(converted, "me/fox")
     assert not asked_private(hub.created[1])
 
 
@@ -136,7 +129,7 @@ def test_weights_of_an_earlier_upload_go_when_others_come(online, converted, pic
     before = {"notes.txt": b"mine", "pytorch_model.bin": b"old", "adapter_config.json": b"{}", "model.gguf": b"other"}
     online.commit("me/fox", before)
     for number, directory in enumerate((pico_fox_checkpoint, converted)):
-        assert push(directory, "me/fox")["logits_equal"] is True
+        push(directory, "me/fox")
         there = snapshot_download("me/fox", cache_dir=tmp_path / str(number))
         assert torch.equal(*(probe_logits(retrofox.load(place)) for place in (directory, there)))
         names = set(online.at("me/fox", "main")[1])
@@ -163,15 +156,6 @@ def test_private_refuses_a_repository_that_is_public(online, converted):
     assert list(online.repos["me/fox"]) == [before]
 
 
-def test_other_logits_after_a_push_are_an_error(online, converted, monkeypatch):
-    answers = iter([torch.zeros(3), torch.ones(3)])
-    monkeypatch.setattr("retrofox.hub.probe_logits", lambda model: next(answers))
-    monkeypatch.setattr("retrofox.hub.snapshot_download", lambda *_, **__: str(converted))
-    with pytest.raises(ValueError, match=r"me/fox is uploaded but its logits differ from .* by 1.0e\+00"):
-        push(converted, "me/fox")
-    assert push(converted, "me/fox", check=False)["logits_equal"] is None
-
-
 def test_the_licence_of_a_base_on_disk_is_inherited(pico_checkpoint, tmp_path):
     (pico_checkpoint / "README.md").write_text(CARD.format("other\nlicense_name: tulip"))
     out = tmp_path / "fox"
@@ -196,7 +180,7 @@ def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted,
     config["fox"]["base"] = "org/base"
     (converted / "config.json").write_text(json.dumps(config))
     (converted / "README.md").unlink()  # as a trained model has none
-    report = push(converted, "me/fox", check=False)
+    report = push(converted, "me/fox")
     assert report["licence"]["license"] == "apache-2.0"
     assert b"license: apache-2.0" in online.at("me/fox", "main")[1]["README.md"]
 
@@ -212,7 +196,7 @@ def test_recipe_and_loss_go_with_a_trained_model(pico_fox_checkpoint, online, tm
     stages = [(2_000_000, 3.5, 3.0), (1_000_000, 2.9, 2.5)]
     report = [dict(zip(("tokens", "loss_first", "loss_last"), stage, strict=True)) for stage in stages]
     (run / "result.json").write_text(json.dumps({"stages": report}))
-    push(run / "model", "me/fox", check=False)
+    push(run / "model", "me/fox")
     card = online.at("me/fox", "main")[1]["README.md"].decode()
     assert "seed: 7" in card
     assert "3.0M tokens, loss 3.500 at first and 2.500 at last." in card
@@ -230,13 +214,12 @@ def adapter(pico_fox_checkpoint, tmp_path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapter_is_pushed_with_the_name_of_its_base_and_its_logits(online, adapter, pico_fox_checkpoint):
+def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fox_checkpoint):
     with pytest.raises(ValueError, match=r"names its base by a path of this machine, .*--base ORG/BASE"):
         push(adapter, "me/adapter", dry_run=True)
     with pytest.raises(ValueError, match="is no adapter"):
         push(pico_fox_checkpoint, "me/base", base="me/base", dry_run=True)
-    push(pico_fox_checkpoint, "me/base", check=False)
-    assert push(adapter, "me/adapter", base="me/base")["logits_equal"] is True
+    push(adapter, "me/adapter", base="me/base")
     files = online.at("me/adapter", "main")[1]
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "me/base"
     card = files["README.md"].decode()
