@@ -15,7 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipes, use
 from retrofox.cli.convert import convert
-from retrofox.support.launches import processes, said, say_once
+from retrofox.support.launches import processes, wait_to_be_ended
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -130,15 +130,15 @@ def main() -> None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         app()
     except RuntimeError:
-        if processes() > 1 and said():  # another process told why it ended, which broke this one's connection
-            sys.exit(1)
+        wait_to_be_ended()
         raise
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            wait_to_be_ended()
         text = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and error.filename:  # without "[Errno 2]"
             text = f"{error.filename}: {error.strerror}"
-        message = Text.assemble(("error:", "bold red"), f" {text}")
-        say_once(text, lambda: Console(stderr=True, soft_wrap=True).print(message))
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {text}"))
         sys.exit(2)

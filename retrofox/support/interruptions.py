@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from retrofox.support.launches import said
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -55,7 +53,7 @@ class Interruptions:
         """Raises SystemExit(128 + signal) if a signal came, and prints `stands`."""
         if self.caught is not None and not self.leaving:
             self.leaving = True
-            if not self.quiet and not said():  # after a refusal torchrun sends SIGTERM: there is nothing to go on with
+            if not self.quiet:
                 print(f"signal {self.caught}: {self.stands}: run it again to go on", file=sys.stderr, flush=True)
             raise SystemExit(128 + self.caught)
 
