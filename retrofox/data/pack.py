@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PACKING = 2
-"""Version of the packing: part of every fingerprint."""
+"""Version of the packing: a run that began with another is refused."""
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,20 @@
     sampler = StepSampler(dataset.order, batch_size=2, consumed=0)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
-The whole state of a run's data is {consumed, seed, fingerprint}.
+A window is a function of its number: all that a run must remember is how many samples it has consumed.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from retrofox.data.pack import PACKING, pack
-from retrofox.data.sampler import ORDERING, Mixture, Order
+from retrofox.data.pack import pack
+from retrofox.data.sampler import Mixture, Order
 from retrofox.data.shards import Manifest, PreparedSource
 
 IGNORE = -100
@@ -105,14 +102,14 @@ class PackedDataset(torch.utils.data.Dataset):
         self.filler = manifest.eos or 0
         self.tokens = open_tokens(manifest)
         self.packings = [pack(tokens.bounds, sequence_length, tokens.source.path) for tokens in self.tokens]
-        self.weights = [float(tokens.source.weight) for tokens in self.tokens]
         counts = [len(packing) for packing in self.packings]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(counts) == 1:
             self.order: Order | Mixture = Order(counts[0], seed)
         else:
             # Weights are shares of tokens: windows of a source that fills them less must come more often.
-            shares = [w * n / p.tokens for w, n, p in zip(self.weights, counts, self.packings, strict=True)]
+            weights = [float(tokens.source.weight) for tokens in self.tokens]
+            shares = [w * n / p.tokens for w, n, p in zip(weights, counts, self.packings, strict=True)]
             self.order = Mixture(counts, shares, seed)
 
     def __len__(self) -> int:
@@ -122,19 +119,6 @@ class PackedDataset(torch.utils.data.Dataset):
     def fill(self) -> float:
         """Share of the windows' positions that hold tokens, not padding."""
         return sum(packing.tokens for packing in self.packings) / (len(self) * self.sequence_length)
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (32 digits) of tokens, boundaries, packing, window, weights and max_position: equal means the same
-        items in the same `order`."""
-        content = [PACKING, ORDERING, self.sequence_length, self.weights, self.filler]
-        content += [tokens.source.fingerprint for tokens in self.tokens]
-        content += [] if self.max_position is None else [{"max_position": self.max_position}]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-
-    def state(self, consumed: int) -> dict[str, Any]:
-        """All that a checkpoint needs to go on with the data: {consumed, seed, fingerprint}."""
-        return {"consumed": consumed, "seed": self.seed, "fingerprint": self.fingerprint}
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):

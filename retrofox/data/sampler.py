@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 ORDERING = 2
-"""Version of the order: part of every fingerprint."""
+"""Version of the order: a run that began with another is refused."""
 ROUNDS = 8
 SMALL = 256
 _MASK = (1 << 64) - 1

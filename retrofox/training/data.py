@@ -34,10 +34,6 @@ class StageData:
         self.dataset = PackedDataset(tokens.train, stage.sequence_length, seed=recipe.seed, max_position=skips_to)
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
 
-    def state(self, consumed: int) -> dict[str, Any]:
-        """The data's state, for a checkpoint: {consumed, seed, fingerprint}."""
-        return self.dataset.state(consumed)
-
     def batches(self, first_row: int) -> Iterable[dict[str, Any]]:
         """Batches from global row `first_row` on, endless; loader processes read ahead."""
         sampler = StepSampler(

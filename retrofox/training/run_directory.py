@@ -15,6 +15,8 @@ import filelock
 import yaml
 
 from retrofox.config import ROLES, Recipe, Stage, dump, load_recipe
+from retrofox.data.pack import PACKING
+from retrofox.data.sampler import ORDERING
 from retrofox.data.shards import Manifest
 from retrofox.parallel.layout import readers_of
 from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
@@ -215,20 +217,23 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
 
 
 def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:
-    """Records in a run's folder which tokens it uses, and from then on refuses any others, whatever stage it is at.
+    """Records in a run's folder which tokens it uses in which order, and from then on refuses any others.
 
     Raises:
-        ValueError: a source or the tokenizer is not what it was when the run began.
+        ValueError: a source, the tokenizer, or how windows are made of tokens is not what it was when the run began.
     """
     parts = [part for part in (train, held_out) if part is not None]
-    now = {"tokenizer": train.tokenizer, "sources": [[s.path, s.fingerprint] for part in parts for s in part.sources]}
+    sources = [[source.path, source.fingerprint] for part in parts for source in part.sources]
+    now = {"tokenizer": train.tokenizer, "windows": [PACKING, ORDERING], "sources": sources}
     if not file.is_file():
         write_whole(file, json.dumps(now, indent=1).encode() + b"\n")
         return
     kept = json.loads(file.read_text(encoding="utf-8"))
     changed = [] if kept["tokenizer"] == now["tokenizer"] else ["the tokenizer"]
-    changed += [source[0] for source in now["sources"] if source not in kept["sources"]]
-    if changed or len(kept["sources"]) != len(now["sources"]):
+    if kept.get("windows", [2, 2]) != now["windows"]:  # earlier runs have the second versions, and don't say so
+        changed.append("how this version of retrofox packs and orders them")
+    changed += [source[0] for source in sources if source not in kept["sources"]]
+    if changed or len(kept["sources"]) != len(sources):
         raise ValueError(
             f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "
             "another `output`"

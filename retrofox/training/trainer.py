@@ -180,12 +180,6 @@ class FoxTrainer(Trainer):
             self.resumed_step = note["step"]
             self.guard.mean = note["loss_mean"]
             self.window.restart(self.resumed_step)
-            wanted = self.data.state(self.row(self.resumed_step))
-            if note["data"] != wanted:
-                raise ValueError(
-                    f"the data under this run changed: {resume_from_checkpoint} was made with {note['data']}, now it "
-                    f"is {wanted}. Restore the data, or choose another `output`"
-                )
         if self.args.should_save:
             self.json_log = JsonLog(self.run.out / "log.jsonl", self.number, self.resumed_step)
         self.clock.restart(self.resumed_step)
@@ -229,7 +223,6 @@ class FoxTrainer(Trainer):
                         "step": self.state.global_step,
                         "stage": self.number,
                         "tokens": self.state.global_step * self.batch_tokens,
-                        "data": self.data.state(self.row(self.state.global_step)),
                         "loss_mean": self.guard.mean,
                         "history": [*self.history[:1], *self.history[1:][-1:]],
                         "eval_before": self.eval_before,

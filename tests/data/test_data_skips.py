@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data.pack import PACKING
 from retrofox.data.packed import IGNORE, PackedDataset, collate, skipping
-from retrofox.data.sampler import ORDERING
 
 LENGTH, REACH = 16, 1000
 
@@ -112,13 +108,3 @@ def test_collate_gives_the_documents_boundaries_not_the_skips(opened):
     assert "cu_seqlens" not in collate(counted[:2])
     ends = [LENGTH, *(LENGTH + several[0]["doc_lengths"].cumsum(0)).tolist()]
     assert collate([skipped[0], several[0]])["cu_seqlens"].tolist() == [0, *ends]
-
-
-def test_the_fingerprint_knows_max_position_and_is_the_old_one_without(opened):
-    """A run that began before there was a max_position resumes: its checkpoints hold the old fingerprint."""
-    data = opened()
-    content = [PACKING, ORDERING, LENGTH, [1.0], data.filler, data.tokens[0].source.fingerprint]
-    assert data.fingerprint == hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    found = [opened(max_position=reach).fingerprint for reach in (None, REACH, REACH + 1)]
-    assert found[0] == data.fingerprint
-    assert len(set(found)) == 3
