@@ -23,14 +23,13 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, metavar="X", max=1.0, help="Sample from the smallest set with this probability.")
     ] = 1.0,
-    num_beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beam search width.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     cache: Annotated[
         str,
         typer.Option(
             metavar="KIND",
             help="full keeps all keys; forgetting frees those beyond the model's horizon; auto is forgetting where the "
-            "model has a horizon and runs on a CPU; none computes every token anew.",
+            "model has a horizon and runs on a CPU.",
         ),
     ] = "auto",
     stream: Annotated[
@@ -46,7 +45,7 @@ def generate(
 ) -> None:
     """Continues a prompt and streams the text."""
     prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
-    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed, cache)
+    check_sampling(prompts, max_new_tokens, temperature, top_p, seed, cache)
     there(model)
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
@@ -58,7 +57,6 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            num_beams=num_beams,
             stream=stream,
             seed=seed,
             device=device,
@@ -91,7 +89,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
-    check_sampling([system or ""], max_new_tokens, temperature, 1.0 if top_p is None else top_p, 1, seed)
+    check_sampling([system or ""], max_new_tokens, temperature, 1.0 if top_p is None else top_p, seed)
     there(model)
     from retrofox.generation.chat import chat as run
     from retrofox.loading.trust import trusting_code

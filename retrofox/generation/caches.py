@@ -14,13 +14,11 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
     """An empty cache for a model, of one of the `sampling.CACHES`.
 
     "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter for a
-    model with a horizon that is on no GPU, where decoding reads live keys alone anyhow; "none" is None.
+    model with a horizon that is on no GPU, where decoding reads live keys alone anyhow.
 
     Raises:
         ValueError: "forgetting" for a model without a horizon.
     """
-    if kind == "none":
-        return None
     if kind == "forgetting" and (getattr(model.config, "fox", None) or {}).get("horizon") is None:
         raise ValueError('cache "forgetting" needs a model with a horizon (fox.horizon): take "full"')
     forgetting = kind == "forgetting" or (kind == "auto" and forgets(model))

@@ -98,7 +98,7 @@ def chat(
     """
     if top_p is None:
         top_p = 1.0 if temperature == 0 else 0.95
-    check_sampling([system or ""], max_new_tokens, temperature, top_p, 1, seed)
+    check_sampling([system or ""], max_new_tokens, temperature, top_p, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     session, place = ChatSession(opened, system), output or sys.stdout
     print("/reset starts over, /exit or Ctrl-D ends", file=sys.stderr)

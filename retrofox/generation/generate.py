@@ -37,7 +37,6 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    num_beams: int = 1,
     stream: bool = True,
     seed: int | None = None,
     device: str | torch.device | None = None,
@@ -57,28 +56,26 @@ def generate(
         max_new_tokens: tokens to generate for each prompt, fewer where the model ends its text.
         temperature: 0 = greedy; otherwise tokens are drawn from softmax(logits / temperature).
         top_p: draw only from the likeliest tokens that together hold this probability.
-        num_beams: beams of a beam search, 1 = none.
-        stream: write text to `output` as it comes: the first prompt's token by token, the others' when all are done;
-            a beam search knows its text only at the end. False writes nothing.
+        stream: write text to `output` as it comes: the first prompt's token by token, the others' when all are done.
+            False writes nothing.
         seed: of the draw, with a temperature above 0; the same seed gives the same text. None = the global random
             state.
-        cache: "auto", "full", "forgetting" or "none", see `caches.new_cache`; "none" computes every token from scratch,
-            which is slow and exists to check the cache.
+        cache: "auto", "full" or "forgetting", see `caches.new_cache`.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
-        {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
-        beams), "tokens_per_second", "cache_bytes" (what it keeps allocated), "decoded_by" (a captured step, or why not;
-        None for beams and base models)}.
+        {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds",
+        "tokens_per_second", "cache_bytes" (what it keeps allocated), "decoded_by" (a captured step, or why not; None
+        for base models)}.
 
     Raises:
         FileNotFoundError: no such model.
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed, cache)
+    check_sampling(prompts, max_new_tokens, temperature, top_p, seed, cache)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
@@ -93,11 +90,10 @@ def generate(
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
-        num_beams=num_beams,
         seed=seed,
         cache=kept,
         ignore_eos=ignore_eos,
-        streamer=meter if num_beams == 1 else None,
+        streamer=meter,
     )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
@@ -110,10 +106,10 @@ def generate(
         "prompt_tokens": sum(len(ids) for ids in token_ids),
         "new_tokens": new_tokens,
         "seconds": seconds,
-        "first_token_seconds": meter.first_token_seconds(started),
+        "first_token_seconds": meter.first_at - started,
         "tokens_per_second": new_tokens / seconds,
-        "cache_bytes": 0 if kept is None else cache_bytes(kept),
-        "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
+        "cache_bytes": cache_bytes(kept),
+        "decoded_by": getattr(opened.model, "decoded_by", None),
     }
     if stream:
         print(_speed(result), file=sys.stderr)
@@ -128,19 +124,18 @@ def complete(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    num_beams: int = 1,
     seed: int | None = None,
-    cache: Any = "auto",
+    cache: Any = None,
     ignore_eos: bool = False,
     streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
     """Continues token ids as one left-padded batch; returns the new ids of each, without what follows its end token.
 
     Args:
-        cache: a kind, see `new_cache`; an empty cache, or one that holds a prefix of the one sequence given, which
-            grows in place; None computes every token from scratch.
+        cache: an empty cache, or one that holds a prefix of the one sequence given, which grows in place; None = a new
+            one, see `new_cache`.
     """
-    cache = new_cache(opened.model, cache) if isinstance(cache, str) else cache
+    cache = new_cache(opened.model) if cache is None else cache
     ends = [] if ignore_eos else end_tokens(opened)
     pad = opened.tokenizer.pad_token_id
     if pad is None or not 0 <= pad < vocabulary_size(opened.model):  # added to the tokenizer alone: no row has its id
@@ -153,7 +148,7 @@ def complete(
         ids[row, longest - len(own) :] = torch.tensor(own)
         mask[row, longest - len(own) :] = 1
     sampled = temperature > 0
-    part = part_tokens(opened.model, len(ids) * num_beams)
+    part = part_tokens(opened.model, len(ids))
     # every field is set, since transformers fills those that are None from the checkpoint's generation_config.json
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -162,21 +157,20 @@ def complete(
         top_p=top_p if sampled else 1.0,
         top_k=0 if sampled else 50,
         repetition_penalty=1.0,
-        num_beams=num_beams,
-        use_cache=cache is not None,
+        num_beams=1,
+        use_cache=True,
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
-        prefill_chunk_size=part if cache is not None and part is not None and longest > part else None,
+        prefill_chunk_size=part if part is not None and longest > part else None,
     )
-    options: dict[str, Any] = {} if cache is None else {CACHE: cache}
     with _without_defaults(opened.model) as model, _seeded(seed, opened.device):
         output = model.generate(
             input_ids=ids.to(opened.device),
             attention_mask=mask.to(opened.device),
             generation_config=config,
             streamer=streamer,
-            **options,
+            **{CACHE: cache},
         )
     return [_until_end(row, ends) for row in output[:, longest:].tolist()]
 
@@ -228,11 +222,9 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def _speed(result: dict[str, Any]) -> str:
-    first = result["first_token_seconds"]
-    after = "" if first is None else f", first token after {first:.2f} s"
     return (
         f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
-        f"{after}, prompt {result['prompt_tokens']} tokens]"
+        f", first token after {result['first_token_seconds']:.2f} s, prompt {result['prompt_tokens']} tokens]"
     )
 
 

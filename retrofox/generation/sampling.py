@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-CACHES = ("auto", "full", "forgetting", "none")
+CACHES = ("auto", "full", "forgetting")
 """Kinds of caches, see `caches.new_cache`."""
 
 
@@ -14,7 +14,6 @@ def check_sampling(
     max_new_tokens: int,
     temperature: float,
     top_p: float,
-    num_beams: int,
     seed: int | None,
     cache: str = "auto",
 ) -> None:
@@ -28,7 +27,6 @@ def check_sampling(
             f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}",
         ),
         (0 < top_p <= 1, f"top_p must lie in (0, 1], got {top_p}"),
-        (num_beams >= 1, f"num_beams must be at least 1, got {num_beams}"),
     ):
         if not allowed:
             raise ValueError(said)

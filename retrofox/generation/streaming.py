@@ -15,7 +15,7 @@ class Meter(BaseStreamer):
 
     def __init__(self, ends: Sequence[int], writer: Writer | None):
         self.ends, self.writer = set(ends), writer
-        self.first_at: float | None = None
+        self.first_at = 0.0
         self.count = 0
         self._seen_prompt = self._ended = False
 
@@ -23,7 +23,7 @@ class Meter(BaseStreamer):
         if not self._seen_prompt:
             self._seen_prompt = True
             return
-        if self.first_at is None:
+        if not self.first_at:
             self.first_at = time.perf_counter()
         token = int(value.reshape(-1)[0])
         if not self._ended:
@@ -34,9 +34,6 @@ class Meter(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-    def first_token_seconds(self, started: float) -> float | None:
-        return None if self.first_at is None else self.first_at - started
 
 
 class Writer:

@@ -205,11 +205,10 @@ def test_generate_says_what_each_cache_takes(pico_fox, pico_tokenizer):
     model, prompt = pico_fox(**SPEC), "the gate is open and the fox forgets " * 20
     results = {
         kind: generate(model, [prompt], 40, tokenizer=pico_tokenizer, stream=False, cache=kind)
-        for kind in ("auto", "full", "forgetting", "none")
+        for kind in ("auto", "full", "forgetting")
     }
     assert len({str(x["token_ids"]) for x in results.values()}) == 1
     taken = {kind: x["cache_bytes"] for kind, x in results.items()}
-    assert taken["none"] == 0
     assert taken["auto"] == taken["forgetting"] < 0.5 * taken["full"]
     with pytest.raises(ValueError, match="needs a model with a horizon"):
         generate(pico_fox(), ["a"], tokenizer=pico_tokenizer, cache="forgetting")
