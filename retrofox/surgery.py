@@ -1,7 +1,7 @@
 """Surgery: plan -> apply -> verify, on a live model and on a checkpoint directory.
 
 A live model shares its tensors with the converted one. A directory is converted without loading it: weights are
-linked or copied, new tensors go into one new shard, index and config are rewritten.
+copied, new tensors go into one new shard, index and config are rewritten.
 """
 
 from __future__ import annotations

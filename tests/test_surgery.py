@@ -130,7 +130,6 @@ def test_frozen_tensors_of_a_live_model_stay_frozen(pico_llama):
     ("options", "match"),
     [
         ({"fox": FoxSpec(init="measured")}, "belong together; got init measured and 0 texts"),
-        ({"link": True}, "--link shares"),
         ({"revision": "main"}, "the model is live"),
         ({"texts": ["text.txt"]}, "belong together; got init slopes and 1 texts"),
     ],

@@ -26,7 +26,6 @@ def convert(
     texts: Annotated[
         list[Path] | None, typer.Option(help="--init measured: files to measure each head's attention distance on.")
     ] = None,
-    link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
@@ -42,7 +41,7 @@ def convert(
 ) -> None:
     """Converts a pretrained model: adds gates, scales RoPE (or keeps or removes it), and proves the result.
 
-    Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
+    Weights are copied, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
     with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
 
     A checkpoint that came with forget gates, of the FoX authors' repository or of flash-linear-attention, is renamed,
@@ -52,7 +51,7 @@ def convert(
     """
     spec = spec_of(changes or [], fox)
     if to is not None:
-        if changes or fox or texts or link or no_verify or dry_run:
+        if changes or fox or texts or no_verify or dry_run:
             raise ValueError(f"--to {to} writes a converted model as it is: of options it takes --revision and --json")
         with Interruptions("nothing was written"):
             from retrofox.conversion.own_gates import write_for_fla
@@ -69,7 +68,7 @@ def convert(
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
 
-        plan, values = artefact.preview(source, out, spec, link=link, revision=revision, texts=files)
+        plan, values = artefact.preview(source, out, spec, revision=revision, texts=files)
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
     with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
@@ -82,7 +81,6 @@ def convert(
                 source,
                 out,
                 spec,
-                link=link,
                 verify=not no_verify,
                 revision=revision,
                 progress=progress,

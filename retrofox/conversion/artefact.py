@@ -1,4 +1,4 @@
-"""Writing a converted checkpoint: weights linked or copied, new tensors in one new shard, all of it or nothing."""
+"""Writing a converted checkpoint: weights copied, new tensors in one new shard, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def preview(
     out: Path,
     spec: FoxSpec,
     *,
-    link: bool = False,
     revision: str | None = None,
     texts: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
@@ -66,32 +65,23 @@ def preview(
     refused is refused. Of a Hub id only config.json is fetched.
     """
     refuse_existing(out)
-    check_options(source, spec, link, texts)
+    check_texts(spec, texts)
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
     if Path(source).is_dir() and plan.own_gates is None:
         found = checked_shards(Path(source), plan)
-        values |= {"weight_files": len(found.files), "weight_bytes": found.bytes, "weights_linked": link}
+        values |= {"weight_files": len(found.files), "weight_bytes": found.bytes}
     return plan, values
 
 
-def check_options(source: ModelSource | None, spec: FoxSpec, link: bool, texts: Sequence[Text]) -> None:
-    """Raises ValueError for options that a conversion would ignore, FileNotFoundError for a text that is not there.
-
-    Args:
-        source: None where nothing is written.
-    """
+def check_texts(spec: FoxSpec, texts: Sequence[Text]) -> None:
+    """Raises ValueError for texts that a conversion would ignore or lack, FileNotFoundError for one not there."""
     if (spec.init == "measured") != bool(texts):
         raise ValueError(
             f"init measured and texts to measure the heads on (--texts FILES) belong together; got init {spec.init} "
             f"and {len(texts)} texts"
         )
     require_files(texts)
-    if link and (source is None or isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
-        raise ValueError(
-            "--link shares the weight files of a directory with OUT; without OUT, of a .gguf file or of a live model "
-            "there are none: drop it"
-        )
 
 
 def write(
@@ -99,7 +89,6 @@ def write(
     out: Path,
     spec: FoxSpec,
     *,
-    link: bool = False,
     verify: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
@@ -113,27 +102,25 @@ def write(
         texts: to measure the heads on with init "measured": files, globs, hf:...
 
     Raises:
-        ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
+        ValueError: `out` exists, `source` can't be converted, or the parity proof failed.
         FileNotFoundError: `source` is not there.
     """
     refuse_existing(out)
-    check_options(source, spec, link, texts)
+    check_texts(spec, texts)
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)
     place, found = source, None
     if not isinstance(source, PreTrainedModel) and not str(source).endswith(".gguf"):
         place, plan.spec.base_revision = fetch(source, revision)
         plan.config.fox["base_revision"] = plan.spec.base_revision
-        if plan.own_gates is not None and link:
-            raise ValueError(f"the tensors of a {plan.own_gates} are renamed, so --link can't share its files: drop it")
         found = shards.find(place) if plan.own_gates is not None else checked_shards(place, plan)
     with atomic_directory(out) as partial:
         values, start = measured_values(place, plan, texts)
         if isinstance(place, Path) and found is not None and plan.own_gates is not None:
             how = write_own_gates(place, found, plan, partial)
         elif isinstance(place, Path) and found is not None and not found.pickled:
-            write_directory(place, found, plan, partial, link, values, progress)
-            how = "linked" if link else "copied"
+            write_directory(place, found, plan, partial, values, progress)
+            how = "copied"
         else:
             how = _save(place, plan, partial, values)
         report: dict[str, Any] = {

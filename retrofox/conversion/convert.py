@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from retrofox.conversion.artefact import check_options, plan_for, write
+from retrofox.conversion.artefact import check_texts, plan_for, write
 from retrofox.conversion.measured import is_measured, set_measured
 from retrofox.data.sources import Text
 from retrofox.fox_spec import FoxSpec
@@ -22,7 +22,6 @@ def convert(
     out: str | Path | None = None,
     *,
     fox: FoxSpec | None = None,
-    link: bool = False,
     verify: bool = True,
     revision: str | None = None,
     texts: Sequence[Text] = (),
@@ -34,7 +33,6 @@ def convert(
         out: directory to write; None returns the converted model instead.
         fox: what to convert to; None = FoxSpec(): stretched RoPE, data-dependent gates on a ladder of half-lives, one
             sink token.
-        link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
         texts: to measure the heads on with init "measured": files, globs, hf:...
@@ -50,9 +48,9 @@ def convert(
     spec = FoxSpec() if fox is None else fox
     texts = [texts] if isinstance(texts, (str, Path)) else texts
     if out is not None:
-        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, texts=texts)
+        return write(source, Path(out), spec, verify=verify, revision=revision, texts=texts)
     if spec.version is None:  # a spec with a version says how a model was converted
-        check_options(None, spec, link, texts)
+        check_texts(spec, texts)
     places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
     if len(places) > 1:
         raise ValueError(

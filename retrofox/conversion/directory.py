@@ -1,4 +1,4 @@
-"""A converted checkpoint beside its base: weight files placed as they are, the new tensors in a shard of their own."""
+"""A converted checkpoint beside its base: weight files copied as they are, the new tensors in a shard of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
-from retrofox.loading.atomic_directory import Progress, place
+from retrofox.loading.atomic_directory import Progress, copy_shards
 from retrofox.loading.shards import INDEX, Shards
 from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
 from retrofox.model.modeling_fox import write_remote_code
@@ -69,16 +69,15 @@ def write_directory(
     found: Shards,
     plan: Plan,
     partial: Path,
-    link: bool,
     values: Mapping[str, torch.Tensor],
     progress: Progress | None = None,
 ) -> None:
-    """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory.
+    """Writes shards, the new shard, index, config, tokenizer and code; no weight passes through memory.
 
     Args:
         values: measured starting values by name; other new tensors start as the plan says.
     """
-    place(found, partial, link, progress)
+    copy_shards(found, partial, progress)
     start = with_new_modules(plan).state_dict()
     new = {name: value for name, value in start.items() if is_new_tensor(name)} | dict(values)
     weight_map = dict(found.weight_map)

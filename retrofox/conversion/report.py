@@ -61,8 +61,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     if plan["settings_replaced"]:
         rows["config"] = ", ".join(f"{name} = {value}" for name, value in plan["settings_replaced"].items())
     if "weight_bytes" in plan:
-        how = "hard-linked" if plan["weights_linked"] else "copied"
-        rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, {how}, never loaded"
+        rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, copied, never loaded"
     table = Table(title=escape(title), title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, escape(value))

@@ -1,4 +1,4 @@
-"""A directory that is there whole or not at all: written beside its place, weights linked or copied, then renamed.
+"""A directory that is there whole or not at all: written beside its place, then renamed.
 
 Durability is that of cp: after a power cut within seconds of a conversion, convert again.
 """
@@ -41,8 +41,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     try:
         yield partial
         for file in partial.rglob("*.safetensors"):
-            if file.stat().st_nlink == 1:  # not linked to a file of the source
-                file.chmod(new_file_mode())
+            file.chmod(new_file_mode())
         partial.rename(out)
     except SafetensorError as error:
         raise OSError(f"{out} could not be written: {error}; nothing was left there") from error
@@ -50,20 +49,10 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def place(shards: Shards, folder: Path, link: bool, progress: Progress | None = None) -> None:
-    """Links or copies shards into a folder.
-
-    Raises:
-        ValueError: files can't be linked.
-    """
+def copy_shards(shards: Shards, folder: Path, progress: Progress | None = None) -> None:
+    """Copies shards into a folder."""
     done = 0
     for name, file in shards.files.items():
-        if link:
-            try:
-                os.link(file.resolve(), folder / name)  # resolved: in the Hub cache a shard is a symlink to its blob
-            except OSError as error:
-                raise ValueError(f"can't hard-link {file} ({error.strerror}): drop --link to copy") from error
-            continue
         with open(file, "rb") as source, open(folder / name, "wb") as target:
             while block := source.read(COPY_BYTES):
                 target.write(block)

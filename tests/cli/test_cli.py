@@ -226,7 +226,7 @@ def test_tasks_may_have_spaces_between(run, monkeypatch):
 def test_options_that_take_files_take_several():
     spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
     assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
-    ahead = "--half-life 1 2 --link S --rope=drop O --texts=a"
+    ahead = "--half-life 1 2 --json S --rope=drop O --texts=a"
     assert cli.spread(["convert", *ahead.split(), "b", "--json"]) == [
         *("convert", *ahead.split()),
         *("--texts", "b", "--json"),

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.verify import compare
 from retrofox.loading.shards import INDEX
 
@@ -127,13 +126,6 @@ def test_files_have_the_permissions_of_the_umask(source, tmp_path):
     assert {f.stat().st_mode & 0o777 for f in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def test_linking_shares_the_file(source, tmp_path):
-    retrofox.convert(source, tmp_path / "out", link=True, verify=False)
-    linked = tmp_path / "out" / "model-00001-of-00001.safetensors"
-    assert os.stat(linked).st_ino == os.stat(source / "model.safetensors").st_ino
-    assert (tmp_path / "out" / GATES_SHARD).stat().st_mode & 0o777 == 0o644
-
-
 def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
@@ -179,8 +171,6 @@ def test_refusals_leave_nothing_behind(source, tmp_path):
     out = tmp_path / "out"
     refused("no such directory", tmp_path / "missing", out, FileNotFoundError)
     refused("no such file", tmp_path / "missing.gguf", out, FileNotFoundError)
-    (tmp_path / "file.gguf").touch()
-    refused("--link shares the weight files", tmp_path / "file.gguf", out, link=True)
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty", out, FileNotFoundError)
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")

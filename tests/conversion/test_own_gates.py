@@ -116,7 +116,6 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
         ("fla-plain", {"num_heads": 4}, [], "forget_gate.bias has shape (2,), by its config.json (4,)"),
         ("fla-plain", {"use_output_gate": True}, [], "output_gate.weight has shape None"),
         ("fla-plain", {}, ["--sink-tokens", "1", "--rope", "keep"], "horizon alone"),
-        ("fla-plain", {}, ["--link"], "--link"),
     ],
 )
 def test_what_can_not_be_computed_exactly_is_refused_by_name(run, tmp_path, name, change, options, said):
