@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from retrofox.model.configuration_fox import SUPPORTED
 
 OWN_GATES = ("forgetting_transformer-project_fox", "forgetting_transformer")
@@ -44,14 +42,6 @@ def replaced_settings(config: Any) -> dict[str, Any]:
     """Values of a base's config that its converted form replaces: no attention dropout, no returned weights."""
     values = {"attention_dropout": 0.0, "output_attentions": False}
     return {name: value for name, value in values.items() if getattr(config, name, None)}
-
-
-def unconverted_config(config: Any) -> Any:
-    """The config of the model that `config` was converted from."""
-    values = config.to_dict()
-    for name in ("fox", "auto_map", "transformers_weights", "model_type", "architectures"):
-        values.pop(name, None)
-    return CONFIG_MAPPING[config.model_type.removeprefix("fox_")].from_dict(values)
 
 
 def has_softcap(config: Any) -> bool:

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
 from retrofox.families import (
     check_settings,
     check_supported,
-    has_softcap,
     replaced_settings,
     trained_length,
-    unconverted_config,
 )
 from retrofox.fox_spec import OPEN, FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias
@@ -237,21 +235,6 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     if base.generation_config is not None:
         model.generation_config = savable(base.generation_config)
     return model.train(base.training)
-
-
-def unconverted(model: PreTrainedModel) -> PreTrainedModel:
-    """A converted model's pretrained tensors, shared with it, in the class that it was converted from."""
-    config = unconverted_config(model.config)
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
-    kept = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_new_tensor(name)}
-    base.load_state_dict(kept, assign=True)
-    _fill_buffers(model, base)
-    base.tie_weights()
-    if has_softcap(config):
-        base.set_attn_implementation("eager")
-    base.generation_config = model.generation_config
-    return base.train(model.training)
 
 
 def _fill_buffers(base: torch.nn.Module, model: torch.nn.Module) -> None:

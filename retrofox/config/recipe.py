@@ -208,13 +208,5 @@ class Recipe(Section):
                 getattr(self, key) is not None and other is not None,
                 f"{key} is for unconverted models: remove it, or remove `{other}:`",
             )
-        objectives = [stage.objective for stage in self.stages]
-        yield (
-            self.lora is not None and bool({"adapt", "align"} & {*objectives}),
-            "lora adapts what align leaves alone and freezes what adapt trains: remove one of the two",
-        )
-        adapt = objectives.count("adapt")
-        yield (
-            "adapt" in objectives[adapt:],
-            "adapt changes the original that the stages before it learn from: put it first",
-        )
+        aligns = any(stage.objective == "align" for stage in self.stages)
+        yield self.lora is not None and aligns, "lora adapts what align leaves alone: remove one of the two"

@@ -38,12 +38,9 @@ class Stage(Section):
 
     trains_pretrained: ClassVar[bool] = True
     """Whether a stage trains the pretrained parts unless its rates say otherwise."""
-    without: ClassVar[tuple[str, ...]] = ()
-    why_without: ClassVar[str] = ""
-    """Roles that an objective can't train, and why."""
 
-    objective: Literal["adapt", "align", "distill", "extend"] = Field(
-        description="adapt: the original itself learns, before all else; align, distill: from the original; extend"
+    objective: Literal["align", "distill", "extend"] = Field(
+        description="align, distill: learn from the original; extend: from text alone"
     )
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
     sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
@@ -79,14 +76,12 @@ class Stage(Section):
     @classmethod
     def _filled(cls, rates: Rates, info: ValidationInfo) -> Rates:
         rate = info.data.get("learning_rate", 0.0)
-        new = float(f"{GATE_RATE_FACTOR * rate:.12g}") if "gate_bias" not in cls.without else 0.0
+        new = float(f"{GATE_RATE_FACTOR * rate:.12g}")
         pretrained = rate if cls.trains_pretrained else 0.0
         defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
         return rates.model_copy(update=defaults | rates.model_dump(exclude_none=True))
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        for role in self.without:
-            yield self.rate(role) > 0, f"rates.{role} must be 0 or left out: {self.objective} {self.why_without}"
         length, batch = self.sequence_length, self.batch_tokens or self.sequence_length
         down = max(1, batch // length) * length
         yield (
@@ -122,23 +117,17 @@ class BudgetedStage(Stage):
     budget: Budget | None = Field(default=None, description="pressure on the gates that ends at a share of live keys")
 
 
-class AdaptStage(Stage):
-    """The original itself learns the texts, before all other stages."""
-
-    without = ("gate_bias", "gate_weight", "pro")
-    why_without = "trains the original, which has neither gates nor Pro parts"
-    objective: Literal["adapt"]
-
-
 class AlignStage(TaughtStage):
     """Each attention block learns its original's output; no logits are computed."""
 
     trains_pretrained = False
-    without = ("rest",)
-    why_without = "compares attention blocks alone"
     objective: Literal["align"]
     cross_entropy: Literal["auto"] = Field(default="auto", description="align computes no logits")
     offload_activations: Literal[False] = Field(default=False, description="align keeps no checkpoints of whole layers")
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        yield self.rate("rest") > 0, "rates.rest must be 0 or left out: align compares attention blocks alone"
 
 
 class DistillStage(TaughtStage, BudgetedStage):
@@ -171,7 +160,7 @@ class ExtendStage(BudgetedStage):
         )
 
 
-AnyStage = Annotated[AdaptStage | AlignStage | DistillStage | ExtendStage, Field(discriminator="objective")]
+AnyStage = Annotated[AlignStage | DistillStage | ExtendStage, Field(discriminator="objective")]
 _ADAPTER: TypeAdapter[Stage] = TypeAdapter(AnyStage)
 
 

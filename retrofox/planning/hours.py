@@ -68,8 +68,7 @@ def hours_of(
     shape: Shape, lora: LoraConfig | None, stage: Stage, tokens: int, peak: float, gpus: int, sharding: str
 ) -> Hours:
     """Hours of `tokens` training tokens on GPUs of this peak, at the shares of it that the nearest run reached."""
-    objective = "extend" if stage.objective == "adapt" else stage.objective
-    rows = [row for row in REACHED if row.objective == objective]
+    rows = [row for row in REACHED if row.objective == stage.objective]
     rows = [row for row in rows if row.adapts == (lora is not None)] or rows
     found = min(rows, key=lambda row: abs(math.log(row.parameters / shape.parameters)))
     ideal = tokens * flops_per_token(shape, lora, stage) / (peak * gpus) / 3600

@@ -81,24 +81,13 @@ def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
     """Whether the original is there as a second model: where the stage learns from weights that have moved.
 
     Args:
+        stages: of the recipe; those before `stage` may have moved them.
         adapts: the recipe has adapters, which leave the pretrained weights as they are.
     """
     if not isinstance(stage, TaughtStage) or adapts:
         return False
-    return moves_weights([stage]) or moves_weights(before(stage, stages))
-
-
-def before(stage: Stage, stages: Sequence[Stage]) -> Sequence[Stage]:
-    """Stages before this very one; none where it isn't among them."""
-    places = [place for place, other in enumerate(stages) if other is stage]
-    return stages[: places[0] if places else 0]
-
-
-def moves_weights(stages: Sequence[Stage]) -> bool:
-    """Whether one of these stages moves pretrained weights away from the original; adapt trains the original itself."""
-    return any(
-        stage.objective != "adapt" and (stage.rate("attention") > 0 or stage.rate("rest") > 0) for stage in stages
-    )
+    until = next((place for place, other in enumerate(stages) if other is stage), 0)
+    return any(one.rate("attention") > 0 or one.rate("rest") > 0 for one in (*stages[:until], stage))
 
 
 def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:

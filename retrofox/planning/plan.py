@@ -268,7 +268,6 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
     ]
     stored = 2 if recipe.precision != "fp32" and not lora else 4
     models = [4 * (count if lora else parameters) for count in trained[:-1]]
-    models += [stored * parameters for stage in recipe.stages if stage.objective == "adapt"]
     models += [stored * (count if lora else parameters) for count in trained[-1:]]
     largest, converted = max(sizes, default=0), 4 * parameters if recipe.fox is not None else 0
     total = sum(map(operator.mul, sizes, counts)) + largest + converted + sum(models)

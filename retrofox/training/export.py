@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrofox.anatomy import is_new_tensor
-from retrofox.loading.atomic_directory import atomic_directory
-from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
-from retrofox.surgery import unconverted
 from retrofox.training import checkpoint
 from retrofox.training.lora import assert_gates_saved
 from retrofox.version import __version__
@@ -54,27 +51,8 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
                 tokenizer.save_pretrained(str(directory))
             for path in directory.rglob("*.safetensors"):
                 path.chmod(new_file_mode())
-            if trainer.stage.objective == "adapt":
-                export_original(directory, PRECISIONS[trainer.run.recipe.precision], tokenizer)
             checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
     trainer.accelerator.wait_for_everyone()
-
-
-def export_original(adapted: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Also exports the adapted base of an adapt stage as a plain, unconverted checkpoint: the control for later stages.
-
-    Args:
-        adapted: the stage's exported model; `original` is written beside it, whole or not at all, unless it exists.
-        dtype: of all tensors.
-    """
-    out = adapted.with_name("original")
-    if out.exists():
-        return
-    with atomic_directory(out) as partial:
-        model: Any = unconverted(load(str(adapted), dtype=dtype))
-        model.to(dtype).save_pretrained(str(partial))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(partial))
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:

@@ -25,7 +25,7 @@ from retrofox.training.arguments import arguments
 from retrofox.training.log import Clock
 from retrofox.training.model import built, lower_frozen, starts_from, trained_config
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
-from retrofox.training.objectives import stage_objective, trained_form
+from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import set_trainable
 from retrofox.training.run_directory import Run
 from retrofox.training.teacher import needs_teacher
@@ -70,7 +70,7 @@ def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -
         if recipe.lora is not None:
             lower_frozen(model, PRECISIONS[recipe.precision])
         source = starts_from(recipe.model, recipe.fox)
-        if needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source):
+        if needs_teacher(stage, recipe.stages, recipe.lora is not None, source):
             teacher = built(config)
     return measure_steps(recipe, stage, model, device, teacher, before=before)
 
@@ -122,7 +122,7 @@ def measure_steps(
         objective = stage_objective(model, stage, device, teacher)
         data = RandomData(stage, causal_lm(model).config.vocab_size, documents)
         trainer = FoxTrainer(model, settings, run, 0, objective, data, clock)
-        with repeatable(recipe.deterministic), trained_form(model, stage):
+        with repeatable(recipe.deterministic):
             trainer.train()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
     speed = speeds[len(speeds) // 2]

@@ -87,18 +87,13 @@ def build_model(recipe: Recipe, source: Path, device: torch.device) -> Any:
     if recipe.lora is not None:
         torch.manual_seed(recipe.seed)  # adapters start at random: alike in every run, whatever its processes
         return adapted(source, recipe.lora, PRECISIONS[recipe.precision], device)
-    model = load_any(recipe, source, torch.float32)
-    model.config.use_cache = False
-    return model
-
-
-def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
-    """A converted model through `retrofox.load`, a plain one with the recipe's `attention`."""
     if holds_converted(str(source)):
-        return load(str(source), dtype=dtype)
-    model, _ = load_base(str(source), dtype=dtype)
-    set_rope(model, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
-    set_attention(model, recipe.attention, recipe.stages)
+        model = load(str(source), dtype=torch.float32)
+    else:
+        model, _ = load_base(str(source), dtype=torch.float32)
+        set_rope(model, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
+        set_attention(model, recipe.attention, recipe.stages)
+    model.config.use_cache = False
     return model
 
 

@@ -48,10 +48,7 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 class Extend:
-    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents.
-
-    Also the loss of adapt, which trains the model in its original's form (`trained_form`).
-    """
+    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents."""
 
     metrics: tuple[str, ...] = ()
 
@@ -222,11 +219,6 @@ def _adapters_off(model: Any) -> Iterator[None]:
             then, trained = before[name]
             then.requires_grad_(trained)
             now.requires_grad_(trained)
-
-
-def trained_form(model: Any, stage: Stage) -> contextlib.AbstractContextManager[None]:
-    """The form of a model that a stage trains, for its forward and its backward: adapt's is the original."""
-    return original_form(model) if stage.objective == "adapt" else contextlib.nullcontext()
 
 
 def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any = None) -> Any:

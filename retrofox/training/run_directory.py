@@ -67,11 +67,6 @@ class Run:
         """Where a stage keeps its checkpoints."""
         return stage_folder(self.out, number, self.recipe.stages[number].objective)
 
-    def original(self, number: int) -> Path:
-        """The original that a stage learns from: the model of the last adapt stage before it, else the source."""
-        adapted = [n for n, stage in enumerate(self.recipe.stages[:number]) if stage.objective == "adapt"]
-        return self.folder(adapted[-1]) / "model" if adapted else self.source
-
     def before(self, number: int) -> Path:
         """The model a stage starts from."""
         return self.folder(number - 1) / "model" if number else self.source

@@ -9,31 +9,30 @@ from typing import Any
 
 from accelerate import PartialState
 
-from retrofox.anatomy import is_new_tensor
 from retrofox.config import Recipe, Stage, TaughtStage
 from retrofox.conversion.convert import convert
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
+from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
-from retrofox.planning.memory import before, moves_weights
+from retrofox.planning.memory import has_teacher
 from retrofox.training import checkpoint
-from retrofox.training.model import load_any
 
 
-def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: PartialState) -> Any:
+def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState) -> Any:
     """The original to learn from: None where the trained model's own frozen weights are the original.
 
     Raises:
         ValueError: the original is needed and the checkpoint does not name it.
         FileNotFoundError: the original is not there.
     """
-    if not needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source):
+    if not needs_teacher(stage, recipe.stages, recipe.lora is not None, source):
         return None
     dtype = PRECISIONS[recipe.precision]
     spec = named_original(source)
     if spec is None:
-        teacher = load_any(recipe, source, dtype)
+        teacher: Any = load(str(source), dtype=dtype)
     else:
         assert spec.base is not None
         if state.is_main_process:
@@ -43,22 +42,15 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
-def needs_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool, model: Any, source: Path | None = None) -> bool:
+def needs_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool, source: Path | None = None) -> bool:
     """Whether a stage needs the original as a second model: its own model's weights are not the original's any more.
 
     Args:
-        adapts: the stages train adapters, which leave the pretrained weights as they are.
-        model: with requires_grad set as the stage trains it.
+        stages, adapts: as for `has_teacher`.
         source: the checkpoint the run starts from; None: a conversion of the recipe's model.
     """
-    if not isinstance(stage, TaughtStage):
-        return False
-    if not adapts and moves_weights(before(stage, stages)):
-        return True
-    if source is not None and changed_since_conversion(source) is not None:
-        return True
-    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return any(not is_new_tensor(name) and "lora_" not in name for name in trained)
+    changed = source is not None and changed_since_conversion(source) is not None
+    return has_teacher(stage, stages, adapts) or (changed and isinstance(stage, TaughtStage))
 
 
 def named_original(source: Path) -> FoxSpec | None:
@@ -99,7 +91,7 @@ def changed_since_conversion(source: Path) -> str | None:
         trained = note.get("recipe")
         if trained is not None and trained["lora"] is None:
             until = note.get("stage", len(trained["stages"])) + 1  # later stages have not run when this was written
-            rates = [stage["rates"] for stage in trained["stages"][:until] if stage["objective"] != "adapt"]
+            rates = [stage["rates"] for stage in trained["stages"][:until]]
             if any(rate["attention"] or rate["rest"] for rate in rates):
                 return f"training moved the pretrained tensors of {directory}"
     return None

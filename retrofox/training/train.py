@@ -33,7 +33,7 @@ from retrofox.training.export import export
 from retrofox.training.log import Clock
 from retrofox.training.model import build_model, resolve_source
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
-from retrofox.training.objectives import stage_objective, trained_form
+from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import (
     Run,
@@ -108,9 +108,8 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
             continue
         if model is None:
             model = _model(run, number)
-        with trained_form(model, stage):
-            trainer = _trainer(run, number, model)
-            reports.append(_run_stage(trainer, run, number))
+        trainer = _trainer(run, number, model)
+        reports.append(_run_stage(trainer, run, number))
         model = trainer.release()
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
@@ -153,7 +152,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
-    teacher = teacher_for(recipe, stage, model, run.original(number), state)
+    teacher = teacher_for(recipe, stage, run.source, state)
     objective = stage_objective(model, stage, state.device, teacher)
     roles = sorted({role_of(name) for name in names})
     say(

@@ -28,7 +28,7 @@ from retrofox.training.model import empty, set_attention, starts_from, trained_c
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import batches_of, refuse_mingling
-from retrofox.training.teacher import changed_since_conversion, named_original, needs_teacher
+from retrofox.training.teacher import named_original, needs_teacher
 
 
 def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Exception]:
@@ -145,20 +145,17 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)
     taught = isinstance(stage, TaughtStage)
-    if (taught or stage.objective == "adapt") and not is_converted(model):
+    if taught and not is_converted(model):
         raise ValueError(f"{stage.objective} is about a retrofit and its original: give `fox:` to the recipe")
     if stage.objective != "extend" and came_with_gates(causal_lm(model).config):
         raise ValueError(f"{stage.objective} needs an original without gates, and {source} came with them: take extend")
-    changed = changed_since_conversion(source) if stage.objective == "adapt" and source is not None else None
-    if changed is not None:
-        raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")
     split = split_of(recipe.parallel, causal_lm(model).config)
     refuse_sharing(model, split)
     check_length(stage.sequence_length, split)
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
     if getattr(stage, "budget", None) is not None and not trained & {"gate_bias", "gate_weight"}:
         raise ValueError("budget is for gates, and this stage trains none: remove it")
-    if needs_teacher(stage, recipe.stages, recipe.lora is not None, model, source) and source is not None:
+    if needs_teacher(stage, recipe.stages, recipe.lora is not None, source) and source is not None:
         named_original(source)
     save_memory(model, stage)
     if not taught:

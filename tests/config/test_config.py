@@ -114,7 +114,7 @@ def extends(recipe: Recipe) -> ExtendStage:
     return stage
 
 
-@pytest.mark.parametrize("objective", ["adapt", "align", "distill"])
+@pytest.mark.parametrize("objective", ["align", "distill"])
 def test_only_extend_takes_positions_that_skip(recipe_file, objective):
     stage = f"stages.0={{objective: {objective}, tokens: 9, sequence_length: 3, max_position: 9}}"
     with pytest.raises(ValueError, match=r"max_position: unknown key, given 9 \(only with objective extend\)"):

@@ -13,7 +13,6 @@ from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.anatomy import attention_mode, attentions, exempt_tokens, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import FoxMixin
-from retrofox.surgery import unconverted
 from tests import conftest
 from tests.model.conftest import logits
 
@@ -150,14 +149,6 @@ def test_open_gates_and_rope_kept_are_the_base(base, tokens, path):
     expected = logits(base, tokens)
     assert expected.abs().max() > 0.3
     close(logits(model, tokens), expected)
-
-
-def test_the_base_comes_out_again(base, fox, tokens, path):
-    again = unconverted(fox)
-    assert type(again) is type(base)
-    close(logits(again, tokens), logits(base, tokens))
-    differing = {key for key, value in base.config.to_dict().items() if again.config.to_dict().get(key) != value}
-    assert differing <= {"architectures", "attention_dropout"}
 
 
 def test_original_mode_is_the_base_also_packed_and_padded(base, fox, tokens, path):

@@ -105,9 +105,9 @@ def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_an_adapted_original_teaches_over_shared_rows(recipe_for, run_recipe, same, mode):
+def test_the_original_teaches_over_shared_rows(recipe_for, run_recipe, same, mode):
     stage = {"tokens": 512, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
-    stages = [{**stage, "objective": objective} for objective in ("adapt", "align", "distill")]
+    stages = [{**stage, "objective": objective} for objective in ("align", "distill")]
     whole, file = recipe_for("whole", stages=stages), recipe_for("shared", stages=stages, parallel={"context": 2})
     train(load_recipe(whole))
     done = run_recipe(file, processes=4, mode=mode)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import retrofox
 from retrofox.training.measure import check_here
 from retrofox.training.objectives import original_form
-from retrofox.training.param_groups import set_trainable
 from retrofox.training.teacher import changed_since_conversion, needs_teacher, teacher_for
 from retrofox.training.train import train
 
@@ -35,9 +34,7 @@ def recipe_of(make_recipe):
 
 
 def teacher_of(recipe, source):
-    model = retrofox.load(source)
-    set_trainable(model, recipe.stages[0])
-    return teacher_for(recipe, recipe.stages[0], model, Path(source), PartialState(cpu=True))
+    return teacher_for(recipe, recipe.stages[0], Path(source), PartialState(cpu=True))
 
 
 def logits(model):
@@ -56,9 +53,7 @@ def test_weights_that_move_are_taught_by_a_copy(converted, recipe_of, rates):
 
 def test_an_earlier_stage_that_moves_weights_makes_a_copy_needed(converted, make_recipe):
     recipe = make_recipe({}, {"objective": "distill", "rates": GATES_ONLY}, model=str(converted))
-    model = retrofox.load(converted)
-    set_trainable(model, recipe.stages[1])
-    assert needs_teacher(recipe.stages[1], recipe.stages, False, model, converted)
+    assert needs_teacher(recipe.stages[1], recipe.stages, False, converted)
 
 
 def test_a_trained_model_is_taught_by_its_base(converted, tmp_path, pico_checkpoint, recipe_of):
