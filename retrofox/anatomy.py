@@ -159,9 +159,8 @@ def inner_model(model: PreTrainedModel) -> torch.nn.Module:
 def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Applies the language-model head to hidden states as the model's own forward does.
 
-    logits = cap(scale * W h), where scale and cap are the family's: Granite divides by `logits_scaling`, Cohere
-    multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`, RecurrentGemma with
-    `logits_soft_cap`. A model of any other kind may compute its logits otherwise.
+    logits = cap(scale * W h), where scale and cap are the family's. A model that can't be converted may compute its
+    logits otherwise.
 
     Args:
         hidden: (..., hidden_size), the last hidden state after the final norm, any slice of positions.
@@ -170,28 +169,13 @@ def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Te
         (..., vocabulary) in the head's dtype.
     """
     head: Any = model.get_output_embeddings()
-    logits = head(hidden.to(head.weight.dtype))
-    for scale in _LOGIT_RULES:
-        logits = scale(model.config, logits)
-    return logits
-
-
-def _soft_cap(config: object, logits: torch.Tensor) -> torch.Tensor:
-    cap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
+    logits, config = head(hidden.to(head.weight.dtype)), model.config
+    if getattr(config, "logits_scaling", None) is not None:  # Granite
+        logits = logits / config.logits_scaling
+    if getattr(config, "logit_scale", None) is not None:  # Cohere
+        logits = logits * config.logit_scale
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _granite(config: object, logits: torch.Tensor) -> torch.Tensor:
-    divisor = getattr(config, "logits_scaling", None)
-    return logits if divisor is None else logits / divisor
-
-
-def _cohere(config: object, logits: torch.Tensor) -> torch.Tensor:
-    factor = getattr(config, "logit_scale", None)
-    return logits if factor is None else logits * factor
-
-
-_LOGIT_RULES: tuple[Callable[[object, torch.Tensor], torch.Tensor], ...] = (_granite, _cohere, _soft_cap)
 
 
 def read_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[Any], torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from retrofox.model.configuration_fox import SUPPORTED
@@ -20,22 +19,15 @@ def check_supported(config: Any) -> None:
         raise ValueError(f"model_type {model_type!r} is not supported; families known: {', '.join(SUPPORTED)}")
 
 
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "qwen2_moe": (
-        lambda config: "sliding_attention" in config.layer_types,
-        "its sliding windows are known to its masks only, not to its attention: set use_sliding_window to false",
-    ),
-}
-"""Settings under which a supported family can't be converted, and what to say about them."""
-
-
 def check_settings(config: Any) -> None:
     """Raises ValueError for settings of a supported family's config that its converted form would not honour."""
     if getattr(config, "is_causal", True) is False:
         raise ValueError("is_causal is false, so this model attends to what follows too: gates need a causal model")
-    refused, why = REFUSED.get(config.model_type, (None, ""))
-    if refused is not None and refused(config):
-        raise ValueError(f"this {config.model_type} model can't be converted: {why}")
+    if config.model_type == "qwen2_moe" and "sliding_attention" in config.layer_types:
+        raise ValueError(
+            "this qwen2_moe model can't be converted: its sliding windows are known to its masks only, not to its "
+            "attention: set use_sliding_window to false"
+        )
 
 
 def replaced_settings(config: Any) -> dict[str, Any]:

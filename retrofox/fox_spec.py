@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
@@ -140,10 +139,7 @@ class FoxSpec(FoxFields):
         values = {key: value for key, value in values.items() if key != "prune"}
         known = [f.name for f in fields(cls)]
         for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"unknown key {key!r} in fox{hint}; known keys: {', '.join(known)}")
+            one_of("a key of fox", key, known)
         preset = values.get("preset")
         if preset in OLD_PRESETS:
             if values.get("version") is None:

@@ -165,12 +165,6 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._each(lambda x: x[indices, ...].contiguous())
 
-    def offload(self) -> None:
-        self._each(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        self._each(lambda x: x.to(self.device, non_blocking=True))
-
     def reset(self) -> None:
         self._forget()
 

@@ -18,7 +18,7 @@ from retrofox.anatomy import attention_mode
 from retrofox.families import has_softcap
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
-from retrofox.loading.tokenizers import checkpoint_tokenizer
+from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.support import processes
 
 LARGEST_IN_FLOAT32 = 4_000_000_000
@@ -68,8 +68,8 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
 
 def compare(source: Any, out: Path) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
-    tokenizer = checkpoint_tokenizer(source, out)
     live = isinstance(source, PreTrainedModel)
+    tokenizer = load_tokenizer(out) or (None if live else load_tokenizer(source))
     base = copy.deepcopy(source) if live else load_base(source, default_attention=True)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
     tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)

@@ -41,10 +41,6 @@ class Attention:
     softcap: float | None
     sink: int
 
-    @property
-    def length(self) -> int:
-        return self.query.shape[1]
-
     def weights(self, start: int, stop: int) -> torch.Tensor:
         """(H, stop - start, stop) float32: attention of the queries start .. stop - 1 over the keys 0 .. stop - 1."""
         heads, _, head_dim = self.query.shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,8 @@ def savable(config: Any) -> Any:
     """
     if config is None:
         return None
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ValueError):
-        config.save_pretrained(folder)
+    with contextlib.suppress(ValueError):
+        config.validate(strict=True)
         return config
     config = copy.deepcopy(config)
     if not config.do_sample:

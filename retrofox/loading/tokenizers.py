@@ -59,11 +59,6 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         return None
 
 
-def checkpoint_tokenizer(source: str | Path, out: Path) -> Any:
-    """The tokenizer of a converted checkpoint, or of its source where the checkpoint has none."""
-    return load_tokenizer(out) or (None if isinstance(source, PreTrainedModel) else load_tokenizer(source))
-
-
 def tokenizer_of_live(model: PreTrainedModel) -> Any:
     """The tokenizer of the directory or .gguf file that a live model was loaded from; None where there is none."""
     name = getattr(model.config, "_name_or_path", "")
