@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrofox.model.configuration_fox import SUPPORTED
 
 OWN_GATES = ("forgetting_transformer-project_fox", "forgetting_transformer")
 """Model types that come with forget gates: of the FoX authors' repository, and of fla."""
+
+
+def check_known(source: object, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model (its config.json as a dict) of a type that transformers doesn't know."""
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{source} has model_type {model_type!r}, which this version of transformers does not know, and code beside"
+            " a model is not run: open it in Python, and give the model"
+        )
 
 
 def check_supported(config: Any) -> None:

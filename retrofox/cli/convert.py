@@ -34,10 +34,6 @@ def convert(
         Literal["fla"] | None,
         typer.Option(help="fla: write a converted SOURCE as flash-linear-attention's ForgettingTransformer."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run the code beside a tokenizer that needs it, naming it."),
-    ] = False,
 ) -> None:
     """Converts a pretrained model: adds gates, scales RoPE (or keeps or removes it), and proves the result.
 
@@ -74,9 +70,8 @@ def convert(
     with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
-        from retrofox.loading.trust import trusting_code
 
-        with report.copying(quiet=as_json) as progress, trusting_code(trust_remote_code):
+        with report.copying(quiet=as_json) as progress:
             result = artefact.write(
                 source,
                 out,

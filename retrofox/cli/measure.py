@@ -13,7 +13,6 @@ from retrofox.cli.options import (
     Device,
     Dtype,
     TextField,
-    TrustRemoteCode,
     count,
     look,
     task_names,
@@ -51,7 +50,6 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measures the loss at each document position, L(i), for a model and its original.
 
@@ -62,26 +60,24 @@ def evaluate(
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     look([model, *(against or ())], data)
     from retrofox.evaluation.evaluate import evaluate as run
-    from retrofox.loading.trust import trusting_code
 
-    with trusting_code(trust_remote_code):
-        run(
-            model,
-            against=against or None,
-            data=data or [],
-            length=length,
-            out=out,
-            max_documents=max_documents,
-            windows=windows or None,
-            min_tokens=min_tokens,
-            controls=controls,
-            text_field=text_field,
-            tasks=names,
-            include_path=include_path,
-            limit=limit,
-            device=device,
-            dtype=dtype,
-        )
+    run(
+        model,
+        against=against or None,
+        data=data or [],
+        length=length,
+        out=out,
+        max_documents=max_documents,
+        windows=windows or None,
+        min_tokens=min_tokens,
+        controls=controls,
+        text_field=text_field,
+        tasks=names,
+        include_path=include_path,
+        limit=limit,
+        device=device,
+        dtype=dtype,
+    )
 
 
 def needle(
@@ -109,7 +105,6 @@ def needle(
     out: Annotated[Path | None, typer.Option(help="Directory for JSON and plots.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hides facts in long texts and asks for them, at several context lengths and depths.
 
@@ -135,12 +130,10 @@ def needle(
         raise ValueError(f"mode must be one of easy, standard, or all; got {unknown[0]!r}")
     look([model, *(against or ())], data)
     from retrofox.evaluation.needle import needle as run
-    from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
     options["text_field"] = text_field
-    with trusting_code(trust_remote_code):
-        run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
+    run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 
 
 def inspect(
@@ -155,7 +148,6 @@ def inspect(
     out: Annotated[Path | None, typer.Option(help="Directory for JSON and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Shows each head's half-life: local and global heads, dead gates, kept rotary pairs.
 
@@ -163,11 +155,9 @@ def inspect(
     """
     look([model], data)
     from retrofox.evaluation.gates import inspect as run
-    from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "horizon": horizon, "out": out}
-    with trusting_code(trust_remote_code):
-        run(model, data or None, **options, text_field=text_field, device=device, dtype=dtype)
+    run(model, data or None, **options, text_field=text_field, device=device, dtype=dtype)
 
 
 def panel(
@@ -192,7 +182,6 @@ def panel(
     text_field: TextField = "text",
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Looks for harm on text that nobody tuned the model to: a dozen kinds, each its own row beside the base.
 
@@ -207,11 +196,9 @@ def panel(
     look([model, against])
     choose_kinds(data or ())
     from retrofox.evaluation.panel import panel as run
-    from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat}
-    with trusting_code(trust_remote_code):
-        run(model, against, data or (), out, **options, text_field=text_field, device=device, dtype=dtype)
+    run(model, against, data or (), out, **options, text_field=text_field, device=device, dtype=dtype)
 
 
 def report(
@@ -238,7 +225,6 @@ def report(
     name: Annotated[str | None, typer.Option(help="What the page calls the model; by default its directory.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measures memory, loss, harm, gates and tasks beside the base, and writes one self-contained HTML page and JSON.
 
@@ -250,10 +236,8 @@ def report(
     """
     names = task_names(tasks, include_path)
     look([model, *(against or ())], data)
-    from retrofox.loading.trust import trusting_code
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
     options |= {"name": name, "tasks": names, "include_path": include_path, "limit": limit}
-    with trusting_code(trust_remote_code):
-        run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)
+    run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

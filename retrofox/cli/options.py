@@ -43,10 +43,6 @@ Dtype = Annotated[
         help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32.",
     ),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
-]
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
 RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the name of one that ships.")]
 Overrides = Annotated[

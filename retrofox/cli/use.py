@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TrustRemoteCode, count, there
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, count, there
 from retrofox.generation.sampling import check_sampling
 from retrofox.support.files import text_of
 
@@ -41,29 +41,26 @@ def generate(
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continues a prompt and streams the text."""
     prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
     check_sampling(prompts, max_new_tokens, temperature, top_p, seed, cache)
     there(model)
     from retrofox.generation.generate import generate as run
-    from retrofox.loading.trust import trusting_code
 
-    with trusting_code(trust_remote_code):
-        result = run(
-            model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stream=stream,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-            cache=cache,
-            chat_template=template,
-        )
+    result = run(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stream=stream,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        cache=cache,
+        chat_template=template,
+    )
     if not stream:
         for text in result["texts"]:
             typer.echo(text)
@@ -86,17 +83,14 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
     check_sampling([system or ""], max_new_tokens, temperature, 1.0 if top_p is None else top_p, seed)
     there(model)
     from retrofox.generation.chat import chat as run
-    from retrofox.loading.trust import trusting_code
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    with trusting_code(trust_remote_code):
-        run(model, **options, seed=seed, device=device, dtype=dtype)
+    run(model, **options, seed=seed, device=device, dtype=dtype)
 
 
 def push(

@@ -8,13 +8,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrofox.families import has_softcap
+from retrofox.families import check_known, has_softcap
 from retrofox.loading.errors import opening
 from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.loading.trust import refuse_untrusted, trusts_code
 
 
 def load_base(
@@ -32,17 +31,15 @@ def load_base(
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: a file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
+        ValueError: a file is damaged, or the model needs code of its own, which is not run.
     """
     path = Path(source)
     options: dict[str, Any]
     if str(source).endswith(".gguf"):
         where, options = str(path.parent), {"gguf_file": path.name, "config": gguf_config(source)}
     else:
-        values = read_config(source, revision)
-        refuse_untrusted(source, values)
-        trusted = trusts_code(source, values)
-        where, options = str(source), {"revision": revision or "main", "trust_remote_code": trusted}
+        check_known(source, read_config(source, revision))
+        where, options = str(source), {"revision": revision or "main", "trust_remote_code": False}
         if path.is_dir():
             find(path)  # says which file is missing or cut short
     with opening(source, stays=(OSError,)):

@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from retrofox.families import check_supported
+from retrofox.families import check_known, check_supported
 from retrofox.loading.errors import opening
 from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.source import check_source, read_config, refuse_adapter
-from retrofox.loading.trust import refuse_untrusted, trusts_code
 
 
 def any_config(source: str | Path) -> Any:
@@ -19,14 +18,14 @@ def any_config(source: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
+        ValueError: its file is damaged, or the model needs code of its own, which is not run.
     """
     if str(source).endswith(".gguf"):
         return gguf_config(source)
     values = read_config(source)
-    refuse_untrusted(source, values)
+    check_known(source, values)
     with opening(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
 
 
 def base_config(source: str | Path, revision: str | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ from retrofox.loading.adapter import base_of
 from retrofox.loading.configs import any_config
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted, read_config
-from retrofox.loading.trust import own_code, trusts_code
 
 logger = logging.getLogger(__name__)
 PROBES = ("The quick brown fox, 1 2 3 12345!\n\n  def f(x):\treturn x**2\n", "Überraschung — 東京 …", "<|im_end|></s>")
@@ -29,11 +27,10 @@ def read_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
     Raises:
         FileNotFoundError: no such model.
-        Unreadable: its files are damaged, or need other libraries or code that may not run (see `loading.trust`).
+        Unreadable: its files are damaged, or need other libraries, or code of their own, which is not run.
     """
     path = Path(source)
     where, options = str(source), {"revision": revision or "main"}
-    code, trusted = _code(path)
     if where.endswith(".gguf"):
         where, options = str(path.parent), {"gguf_file": path.name}
     elif not path.is_dir() or (path / "config.json").is_file():
@@ -41,13 +38,9 @@ def read_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if path.is_dir() and not any(path.glob("tokenizer*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trusted, **options)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare ones at files that it can't read
-        why = f"it can't be opened: {first_line(error)}"
-        if code and not trusted:
-            why = f"only its own code opens it ({', '.join(code)}), and that code is not run: read it, then give "
-            why += "--trust-remote-code (in Python: with trusting_code())"
-        raise Unreadable(f"the tokenizer of {source}: {why}") from error
+        raise Unreadable(f"the tokenizer of {source} can't be opened: {first_line(error)}") from error
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
@@ -110,13 +103,3 @@ def require_same_tokenizer(tokenizer: Any, other: Any) -> None:
                 f"tokenizer mismatch: {other} splits {text!r} into {their_ids[:8]}..., the model's tokenizer into "
                 f"{mine_ids[:8]}...; two models can only be compared on the same tokens"
             )
-
-
-def _code(directory: Path) -> tuple[list[str], bool]:
-    """(files of code beside a directory's tokenizer, whether to run them); those of a Hub id are never run."""
-    file = directory / "tokenizer_config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return own_code(values), trusts_code(directory, values)
-    except (ValueError, AttributeError):
-        return [], False  # a damaged file, which opening the tokenizer will tell

@@ -1,4 +1,4 @@
-"""Code beside a model or a tokenizer: not run, and not asked about, unless the user said so."""
+"""Code beside a model or a tokenizer: not run, and not asked about."""
 
 import io
 import json
@@ -77,17 +77,8 @@ def test_a_recipes_model_runs_no_code_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
-    code, _, error = run(*commands(odd, text)["generate"], "--trust-remote-code")
-    assert code == 0, error
-    assert (tmp_path / "marker").read_text() == "ran"
-    assert f"--trust-remote-code: running the code of {odd}: odd.py" in error
-
-
 @pytest.mark.parametrize("command", ["eval", "generate", "needle"])
-def test_a_tokenizer_that_needs_its_own_code_is_one_line_that_names_the_code(
-    command, pico_checkpoint, text, run, tmp_path, monkeypatch
-):
+def test_a_tokenizer_that_needs_its_own_code_is_one_line(command, pico_checkpoint, text, run, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     file = pico_checkpoint / "tokenizer_config.json"
     own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["tokens_odd.Odd", None]}}
@@ -96,16 +87,5 @@ def test_a_tokenizer_that_needs_its_own_code_is_one_line_that_names_the_code(
     code, _, error = run(*commands(pico_checkpoint, text)[command])
     assert code == 2
     (line,) = error.strip().splitlines()
-    assert "only its own code opens it (tokens_odd.py)" in line
-    assert "--trust-remote-code" in line
+    assert f"the tokenizer of {pico_checkpoint} can't be opened: " in line
     assert not (tmp_path / "marker").exists()
-
-
-def test_trust_ends_with_the_block_and_needs_code():
-    from retrofox.loading.trust import trusting_code, trusts_code
-
-    values = {"auto_map": {"AutoTokenizer": ["org/other--tokenization_odd.Odd", None]}}
-    with trusting_code():
-        assert trusts_code("x", values)
-        assert not trusts_code("x", {})
-    assert not trusts_code("x", values)
