@@ -71,12 +71,16 @@ def _table(title: str, plan: dict[str, Any]) -> None:
 @contextmanager
 def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Progress with time left for the bytes of the weights; gives the function to feed it with."""
-    with progress_bar("MB", not quiet) as bar:
+    bar = progress_bar("MB", not quiet)
 
-        def feed(done: int, total: int) -> None:
-            if not bar.tasks:  # begins here, after heads are measured
-                bar.add_task("copying weights", total=total / 1e6)
-            task = bar.tasks[0]
-            bar.advance(task.id, done / 1e6 - task.completed)
+    def feed(done: int, total: int) -> None:
+        if not bar.tasks:  # begins here, after heads are measured
+            bar.start()
+            bar.add_task("copying weights", total=total / 1e6)
+        task = bar.tasks[0]
+        bar.advance(task.id, done / 1e6 - task.completed)
 
+    try:
         yield feed
+    finally:
+        bar.stop()

@@ -24,7 +24,7 @@ from retrofox.loading.source import holds_converted
 from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import save_figure
-from retrofox.support.report import check_folder, environment, output_console, write_results
+from retrofox.support.report import check_folder, environment, output_console, reading_bar, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ def inspect(
     print_gates(result, console)
     if live is not None:
         result["live_share"] = live
-        scores = measure_needle_heads(opened, windows)
+        scores = measure_needle_heads(opened, windows, progress)
         for head in heads:
             head["needle_attention"] = None if scores is None else scores[head["layer"]][head["head"]]
         print_live_share(live, console)
@@ -193,7 +193,7 @@ def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"heads": len(heads), **kinds, "dead": sum(h["dead"] for h in heads)}
 
 
-def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window]) -> list[list[float]] | None:
+def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> list[list[float]] | None:
     """(layers, H): attention to the planted facts' values, mean over prompts; None where texts or model are too short.
 
     The model runs as it is, its gates on. Prompts have at most LONGEST tokens and lie inside the trained length.
@@ -203,4 +203,6 @@ def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window]) -> list
     length = min(LONGEST, trained, max((len(text) for text in texts), default=0))
     if length < LEAST:
         return None
-    return needle_scores(opened.model, plant(texts, opened.tokenizer, length, PROMPTS)).tolist()
+    needles = plant(texts, opened.tokenizer, length, PROMPTS)
+    with reading_bar(opened.model, "planted facts", sum(x.token_ids.numel() for x in needles), progress):
+        return needle_scores(opened.model, needles).tolist()

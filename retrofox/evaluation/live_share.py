@@ -23,7 +23,7 @@ from retrofox.anatomy import attentions, cached_heads, exempt_tokens, inner_mode
 from retrofox.data.windows import Window
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.planning.live_share import HORIZON, LENGTHS
-from retrofox.support.report import progress_bar
+from retrofox.support.report import reading_bar
 
 C_BYTES = 8
 """Bytes of c that a cache keeps per token and query head: two float32."""
@@ -135,13 +135,11 @@ def hear_gates(
     gates = [attention.forget_gate for _, attention in attentions(opened.model)]
     hooks = [gate.register_forward_hook(keep(n)) for n, gate in enumerate(gates) if gate is not None]
     try:
-        with progress_bar("tokens", progress) as bar:
-            task = bar.add_task(opened.name, total=sum(len(w.token_ids) for w in windows))
+        with reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress):
             for window in windows:
                 ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
                 inner_model(opened.model)(input_ids=ids, use_cache=False)
                 yield heard
-                bar.advance(task, len(window.token_ids))
     finally:
         for hook in hooks:
             hook.remove()

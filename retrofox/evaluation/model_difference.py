@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
 from retrofox.evaluation.panel_texts import Row
 from retrofox.evaluation.statistics import mean_over_documents
-from retrofox.evaluation.token_scores import require_finite
+from retrofox.evaluation.token_scores import HEAD, require_finite
 from retrofox.support.memory import out_of_memory
+from retrofox.support.report import after_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,9 @@ LEAST_DOCUMENTS = 5
 
 
 @torch.no_grad()
-def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: np.ndarray) -> np.ndarray:
+def token_differences(
+    model: PreTrainedModel, base: PreTrainedModel, token_ids: np.ndarray, advance: Callable[[float], Any] = float
+) -> np.ndarray:
     """Per token i = 1 .. T - 1: the model's loss, the base's loss, KL(base || model); all in nats.
 
         KL_i = sum_v p_base(v) (log p_base(v) - log p_model(v)),    p( . ) = p( . | x_0 .. x_i-1), the sum over all v
@@ -31,6 +34,7 @@ def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: 
 
     Args:
         token_ids: (T,) int64.
+        advance: as of `score_tokens`.
 
     Returns:
         (3, T - 1) float32.
@@ -47,7 +51,10 @@ def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: 
     step = max(1, LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]) // (4 * 4 * vocabulary_size(model)))
     found = torch.empty(3, len(token_ids) - 1)
     try:
-        logits_of = [read_logits(one, ids) for one in (model, base)]
+        logits_of = []
+        for one in (model, base):
+            with after_layers(one, lambda read: advance(read / 2 * (1 - HEAD))):
+                logits_of.append(read_logits(one, ids))
         for start in range(0, found.shape[1], step):
             stop = min(start + step, found.shape[1])
             mine, its = (read((0, slice(start, stop))).log_softmax(-1) for read in logits_of)
@@ -55,6 +62,7 @@ def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: 
             found[0, start:stop] = -mine.gather(1, target)[:, 0].cpu()
             found[1, start:stop] = -its.gather(1, target)[:, 0].cpu()
             found[2, start:stop] = (its.exp() * (its - mine)).sum(-1).cpu()
+            advance(len(token_ids) * HEAD * (stop - start) / found.shape[1])
     except torch.cuda.OutOfMemoryError as error:
         raise out_of_memory(f"a row of {len(token_ids)} tokens") from error
     for one, losses in ((model, found[0]), (base, found[1])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,9 @@ def panel(
         task = bar.add_task("panel", total=sum(len(row.token_ids) for own in rows.values() for row in own))
         for kind, own in rows.items():
             bar.update(task, description=kind)
-            differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
+            advance = partial(bar.advance, task)
+            differences = [token_differences(mine.model, its.model, row.token_ids, advance) for row in own]
             found[kind] = summarise_rows(own, differences, spans, trained)
-            bar.advance(task, sum(len(row.token_ids) for row in own))
     result: dict[str, Any] = {
         "names": {"model": mine.name, "base": its.name},
         "model": {"label": mine.name, "source": mine.source},

@@ -24,7 +24,7 @@ SCALE_BELOW = 4096
 
 
 def window_losses(
-    model: PreTrainedModel, windows: Sequence[Window], advance: Callable[[int], Any] | None = None
+    model: PreTrainedModel, windows: Sequence[Window], advance: Callable[[float], Any] = float
 ) -> list[np.ndarray]:
     """L(i) of every window, in the order given; each (T_w - 1,) float32. Errors are those of `score_tokens`."""
     texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in windows]

@@ -14,6 +14,7 @@ from retrofox import anatomy
 from retrofox.anatomy import read_logits, require_known_tokens, vocabulary_size
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.support.memory import out_of_memory
+from retrofox.support.report import after_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +25,8 @@ BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}
 """Tokens of a batch; on a GPU that runs out of memory, less."""
 MULTIPLE = 16
 """Rows are padded to a multiple of this on a GPU, so that kernels meet few shapes."""
+HEAD = 1 / 8
+"""About the head's share of the time to score every token of a text: how far a progress bar moves for it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Scored:
 
 
 def score_tokens(
-    model: PreTrainedModel, texts: Sequence[Scored], advance: Callable[[int], Any] | None = None
+    model: PreTrainedModel, texts: Sequence[Scored], advance: Callable[[float], Any] = float
 ) -> list[LossAndBest]:
     """Per text (loss, argmax) at each of its positions: -ln p(x_i | x_0 .. x_{i-1}), and the likeliest token there.
 
@@ -56,7 +59,7 @@ def score_tokens(
     LOGIT_BYTES of logits at a time.
 
     Args:
-        advance: called after each batch with the number of tokens run.
+        advance: called with tokens read since its last call, parts of tokens after each layer.
 
     Returns:
         ((P,) float32 in nats, (P,) int64) for each text, in the order given.
@@ -78,7 +81,7 @@ def score_tokens(
         if same_length:
             numbers = [n for n in numbers if texts[n].needed == longest]
         try:
-            scores = _score([texts[n] for n in numbers], model, device)
+            scores = _score([texts[n] for n in numbers], model, device, advance)
         except torch.cuda.OutOfMemoryError as error:
             if len(numbers) == 1:
                 raise out_of_memory(f"a text of {longest} tokens") from error
@@ -90,21 +93,22 @@ def score_tokens(
         for n, score in zip(numbers, scores, strict=True):
             require_finite(model, score[0], texts[n].positions, texts[n].name)
             found[n] = score
-        if advance is not None:
-            advance(sum(texts[n].needed for n in numbers))
         start += len(numbers)
     return found
 
 
 @torch.no_grad()
-def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device) -> list[LossAndBest]:
-    longest = texts[0].needed
+def _score(
+    texts: Sequence[Scored], model: PreTrainedModel, device: torch.device, advance: Callable[[float], Any]
+) -> list[LossAndBest]:
+    needed, longest = sum(text.needed for text in texts), texts[0].needed
     if device.type == "cuda" and not depends_on_length(model.config):
         longest = -(-longest // MULTIPLE) * MULTIPLE
     ids = np.zeros((len(texts), longest), np.int64)
     for row, text in enumerate(texts):
         ids[row, : text.needed] = text.token_ids[: text.needed]
-    logits_at = read_logits(model, torch.from_numpy(ids).to(device))
+    with after_layers(model, lambda read: advance(read / longest * needed * (1 - HEAD))):
+        logits_at = read_logits(model, torch.from_numpy(ids).to(device))
     sizes = [len(text.positions) for text in texts]
     rows = torch.from_numpy(np.repeat(np.arange(len(texts)), sizes)).to(device)
     before = torch.from_numpy(np.concatenate([text.positions for text in texts]) - 1).to(device)
@@ -116,6 +120,7 @@ def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device
         logits = logits_at((rows[part], before[part]))
         losses[part] = F.cross_entropy(logits, target[part], reduction="none").cpu()
         best[part] = logits.argmax(-1).cpu()
+        advance(needed * HEAD * len(logits) / len(rows))
     ends = np.cumsum(sizes)[:-1]
     return list(zip(np.split(losses.numpy(), ends), np.split(best.numpy(), ends), strict=True))
 

@@ -53,7 +53,9 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = render(self.opened.tokenizer, messages)
         self._cut_back(ids)
-        [new] = complete(self.opened, [ids], max_new_tokens, streamer=streamer, cache=self.cache, **sampling)
+        unread = 0 if streamer is None else len(ids) - self.reused_tokens
+        options = {"streamer": streamer, "cache": self.cache, "unread": unread, **sampling}
+        [new] = complete(self.opened, [ids], max_new_tokens, **options)
         self.cached_ids = [*ids, *new][: self.cache.get_seq_length()]
         answer = self.opened.tokenizer.decode(new, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]

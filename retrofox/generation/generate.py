@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -22,11 +22,14 @@ from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.model.modeling_fox import CACHE
+from retrofox.support.report import after_layers, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SHORT_PROMPT = 512
+"""Tokens of a prompt that is read without a progress bar."""
 CPU_PART, PART_BYTES = 2048, 1 << 28
 """Tokens of a long prompt that a CPU reads at a time; bytes of an MLP's activation while a GPU reads a part."""
 
@@ -94,6 +97,7 @@ def generate(
         cache=kept,
         ignore_eos=ignore_eos,
         streamer=meter,
+        unread=max(map(len, token_ids)) if stream else 0,
     )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
@@ -128,12 +132,14 @@ def complete(
     cache: Any = None,
     ignore_eos: bool = False,
     streamer: BaseStreamer | None = None,
+    unread: int = 0,
 ) -> list[list[int]]:
     """Continues token ids as one left-padded batch; returns the new ids of each, without what follows its end token.
 
     Args:
         cache: an empty cache, or one that holds a prefix of the one sequence given, which grows in place; None = a new
             one, see `new_cache`.
+        unread: tokens that the cache lacks; a progress bar shows them while they are read. 0 = no bar.
     """
     cache = new_cache(opened.model) if cache is None else cache
     ends = [] if ignore_eos else end_tokens(opened)
@@ -164,7 +170,7 @@ def complete(
         bos_token_id=opened.tokenizer.bos_token_id,
         prefill_chunk_size=part if part is not None and longest > part else None,
     )
-    with _without_defaults(opened.model) as model, _seeded(seed, opened.device):
+    with _without_defaults(opened.model) as model, _seeded(seed, opened.device), _prompt_bar(model, unread):
         output = model.generate(
             input_ids=ids.to(opened.device),
             attention_mask=mask.to(opened.device),
@@ -240,6 +246,23 @@ def _without_defaults(model: Any) -> Iterator[Any]:
     yield bare
     if hasattr(bare, "decoded_by"):
         model.decoded_by = bare.decoded_by
+
+
+@contextmanager
+def _prompt_bar(model: Any, tokens: int) -> Iterator[None]:
+    """A progress bar over a long prompt's tokens. It ends with them: hooks on layers would slow down the decoding."""
+    with ExitStack() as until_read:
+        if tokens > SHORT_PROMPT:
+            bar = until_read.enter_context(progress_bar("tokens", True))
+            task = bar.add_task("reading the prompt", total=tokens)
+
+            def advance(read: float) -> None:
+                bar.advance(task, read)
+                if bar.tasks[0].completed > tokens - 0.5:
+                    until_read.close()
+
+            until_read.enter_context(after_layers(model, advance))
+        yield
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
 from retrofox.heads.watch import BLOCK, Attention, watch
+from retrofox.support.report import reading_bar
 from retrofox.surgery import open_half_life
 
 if TYPE_CHECKING:
@@ -130,15 +131,19 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
         )
     kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     distances = Distances(max(1, spec.sink_tokens))
-    scores, chosen = torch.empty(0), spec.open_heads
+    number, chosen = (spec.open_heads, ()) if isinstance(spec.open_heads, int) else (0, spec.open_heads)
+    read = [ids[: min(LENGTH, trained)] for ids in sorted(documents, key=len, reverse=True)[:DOCUMENTS]]
+    needles = plant(documents, tokenizer, min(LONGEST, trained)) if number else []
+    scores = torch.empty(0)
+    tokens = sum(map(len, read)) + sum(needle.token_ids.numel() for needle in needles)
     model.eval()
     try:
-        for ids in sorted(documents, key=len, reverse=True)[:DOCUMENTS]:
-            watch(model, torch.from_numpy(ids[: min(LENGTH, trained)]).long()[None], distances, original=True)
-        if isinstance(chosen, int):
-            needles = plant(documents, tokenizer, min(LONGEST, trained)) if chosen else []
-            scores = by_kv_head(needle_scores(model, needles, original=True), kv_heads) if needles else scores
-            chosen = strongest(scores, chosen) if needles else ()
+        with reading_bar(model, "measuring heads", tokens):
+            for ids in read:
+                watch(model, torch.from_numpy(ids).long()[None], distances, original=True)
+            if needles:
+                scores = by_kv_head(needle_scores(model, needles, original=True), kv_heads)
+                chosen = strongest(scores, number)
     finally:
         model.train(training)
     medians = distances.medians()

@@ -8,7 +8,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,36 @@ def progress_bar(unit: str, enabled: bool) -> Progress:
     )
 
 
+@contextmanager
+def after_layers(model: Any, advance: Callable[[float], Any]) -> Iterator[None]:
+    """Inside, `advance(T / layers)` follows each decoder layer's pass over (B, T) tokens: in all T for a model's pass.
+
+    A model whose layers are elsewhere than LLaMA's counts as one layer.
+    """
+    inner = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    layers = list(getattr(inner, "layers", [inner]))
+
+    def count(layer: Any, given: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        advance(hidden.shape[1] / len(layers))
+
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def reading_bar(model: Any, label: str, tokens: int, enabled: bool = True) -> Iterator[None]:
+    """A `progress_bar` of the tokens that a model reads inside, which each decoder layer advances."""
+    with progress_bar("tokens", enabled) as bar:
+        task = bar.add_task(label, total=tokens)
+        with after_layers(model, lambda read: bar.advance(task, read)):
+            yield
+
+
 class _LineAMinute(Progress):
     """Counts as a bar does, and draws none."""
 
@@ -136,7 +167,7 @@ class _LineAMinute(Progress):
         if self.get_time() - self.told < 60 or not (task.total and task.completed and task.elapsed):
             return
         self.told = self.get_time()
-        left = task.elapsed * (task.total - task.completed) / task.completed
+        left = task.elapsed * max(0.0, task.total / task.completed - 1)
         count = f"{task.completed:,.0f} of {task.total:,.0f} {self.unit}"
         line = f"{task.description}: {count}, {duration(task.elapsed)} so far, about {duration(left)} left"
         print(line, file=sys.stderr, flush=True)

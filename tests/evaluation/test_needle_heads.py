@@ -23,7 +23,7 @@ def windows(pico_tokenizer) -> list[Window]:
 
 def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
     model = pico_fox(stirred=False, config={"max_position_embeddings": 1024}, half_life=(1.0, 100_000.0))
-    found = measure_needle_heads(LoadedModel(model, pico_tokenizer, "fox", "fox"), windows)
+    found = measure_needle_heads(LoadedModel(model, pico_tokenizer, "fox", "fox"), windows, False)
     assert found is not None
     scores = np.array(found)
     assert scores.shape == (len([*attentions(model)]), 4)
@@ -34,8 +34,8 @@ def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
 def test_texts_or_models_too_short_for_a_fact_tell_nothing(pico_fox, pico_tokenizer, windows):
     short = [Window(0, windows[0].token_ids[:400])]
     long = LoadedModel(pico_fox(config={"max_position_embeddings": 1024}), pico_tokenizer, "fox", "fox")
-    assert measure_needle_heads(long, short) is None
-    assert measure_needle_heads(LoadedModel(pico_fox(), pico_tokenizer, "fox", "fox"), windows) is None
+    assert measure_needle_heads(long, short, False) is None
+    assert measure_needle_heads(LoadedModel(pico_fox(), pico_tokenizer, "fox", "fox"), windows, False) is None
 
 
 def test_the_sentence_says_why_heads_stay_open():

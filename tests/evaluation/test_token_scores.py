@@ -62,8 +62,8 @@ def test_a_token_budget_makes_the_batches_and_the_bar_reaches_its_end(pico_llama
     monkeypatch.setitem(token_scores.BATCH_TOKENS, "cpu", 100)
     model, done = pico_llama(), []
     found = score_tokens(model, texts, done.append)
-    assert sum(done) == sum(text.needed for text in texts)
-    assert 2 < len(done) < len(texts)
+    assert sum(done) == pytest.approx(sum(text.needed for text in texts))
+    assert max(done) < 100  # a batch has several layers
     for text, (loss, _) in zip(texts, found, strict=True):
         [(alone, _)] = score_tokens(model, [text])
         assert loss == pytest.approx(alone, abs=1e-4)

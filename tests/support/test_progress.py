@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+
+import numpy as np
 import pytest
 
 from retrofox.conversion.report import copying
+from retrofox.data.windows import Window
+from retrofox.evaluation.live_share import hear_gates
+from retrofox.evaluation.model_difference import token_differences
+from retrofox.evaluation.token_scores import Scored, score_tokens
+from retrofox.generation import generate as generation
+from retrofox.loading.loaded_model import open_model
 from retrofox.support import report
 
 
@@ -40,3 +50,41 @@ def test_what_is_to_be_quiet_is(now, capsys):
         now[0] = 1000
         bar.advance(task, 1)
     assert capsys.readouterr().err == ""
+
+
+IDS = np.random.default_rng(0).integers(3, 280, 40)
+
+
+def test_one_pass_over_a_text_advances_layer_by_layer(pico_fox):
+    model, told = pico_fox(), []
+    score_tokens(model, [Scored(IDS, np.arange(1, 40))], told.append)
+    token_differences(model, model, IDS, told.append)
+    assert sum(told) == pytest.approx(39 + 40)
+    assert len(told) == 3 * model.config.num_hidden_layers + 2
+
+
+def test_a_pass_longer_than_a_minute_tells_the_time_left(pico_fox, pico_tokenizer, monkeypatch, capsys):
+    clock, init = itertools.count(0, 61), report.Progress.__init__
+    monkeypatch.setattr(
+        report.Progress, "__init__", lambda self, *a, **options: init(self, *a, get_time=lambda: next(clock), **options)
+    )
+    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
+    layers = opened.model.config.num_hidden_layers
+    list(hear_gates(opened, [Window(0, IDS, "a")]))
+    assert capsys.readouterr().err.count(f"{opened.name}: ") == layers
+    monkeypatch.setattr(generation, "SHORT_PROMPT", 8)
+    monkeypatch.setattr(generation, "CPU_PART", 16)
+    hooks: list[int] = []
+
+    class Hooks(io.StringIO):
+        def write(self, text: str) -> int:
+            hooks.append(len(opened.model.model.layers[0]._forward_hooks))
+            return super().write(text)
+
+    generation.generate(
+        opened.model, ["the gate is open and the fox " * 2], 4, tokenizer=pico_tokenizer, output=Hooks()
+    )
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("reading the prompt: ")]
+    assert len(lines) == 2 * layers, lines
+    assert "about 0 s left" in lines[-1]
+    assert set(hooks) == {0}  # the prompt's are gone before the first token
