@@ -67,6 +67,13 @@ class DataConfig(Section):
     questions: float = Field(
         default=0.0, ge=0, le=1, description="share of these facts that are asked for where they are told again"
     )
+    self_chat: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.9,
+        description="share of the tokens to train on that are conversations which the model, an instruct model, makes "
+        "itself beforehand, both turns sampled: its answers then change less",
+    )
     split_special_tokens: bool = Field(
         default=True,
         description="special tokens spelled out in a text, such as </s>, are plain text; false = they become the token",

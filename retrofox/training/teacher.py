@@ -15,13 +15,14 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
-from retrofox.loading.source import read_config
+from retrofox.loading.source import holds_converted, read_config
 from retrofox.planning.memory import has_teacher
 from retrofox.training import checkpoint
+from retrofox.training.model import set_attention
 
 
 def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState) -> Any:
-    """The original to learn from: None where the trained model's own frozen weights are the original.
+    """The original to learn from, an unconverted model as it was: None where the trained model's own frozen weights are the original.
 
     Raises:
         ValueError: the original is needed and the checkpoint does not name it.
@@ -31,8 +32,12 @@ def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState)
         return None
     dtype = PRECISIONS[recipe.precision]
     spec = named_original(source)
-    if spec is None:
-        teacher: Any = load(str(source), dtype=dtype)
+    teacher: Any
+    if spec is None and holds_converted(str(source)):
+        teacher = load(str(source), dtype=dtype)
+    elif spec is None:  # an unconverted model, whose RoPE may be another since
+        teacher, _ = load_base(str(source), dtype=dtype)
+        set_attention(teacher, recipe.attention, recipe.stages)
     else:
         assert spec.base is not None
         if state.is_main_process:

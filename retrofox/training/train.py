@@ -42,6 +42,7 @@ from retrofox.training.run_directory import (
     output_lock,
     write_result,
 )
+from retrofox.training.self_chat import with_self_chat
 from retrofox.training.teacher import teacher_for
 from retrofox.training.trainer import FoxTrainer
 from retrofox.training.validate import preflight, refuse_tokens
@@ -91,7 +92,8 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     tokenizer = recipe_tokenizer(recipe.data.tokenizer, recipe.model)
     with state.main_process_first():  # the others find it done
         # First of all: texts that can't be read leave OUTPUT alone.
-        tokens = prepare_data(recipe.data, tokenizer, progress=state.is_main_process)
+        data = with_self_chat(recipe, tokenizer, state.device, progress=state.is_main_process)
+        tokens = prepare_data(data, tokenizer, progress=state.is_main_process)
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe.model, out, recipe.fox, recipe.data, state)
     with state.main_process_first():

@@ -12,7 +12,7 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
-from retrofox.config import DataConfig, ExtendStage, LoraConfig, ParallelConfig, Recipe, Source, Stage, TaughtStage
+from retrofox.config import AlignStage, DataConfig, ExtendStage, LoraConfig, ParallelConfig, Recipe, Source, Stage, TaughtStage
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
@@ -145,8 +145,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)
     taught = isinstance(stage, TaughtStage)
-    if taught and not is_converted(model):
-        raise ValueError(f"{stage.objective} is about a retrofit and its original: give `fox:` to the recipe")
+    if isinstance(stage, AlignStage) and not is_converted(model):
+        raise ValueError("align compares a retrofit's attention with its original's: give `fox:` to the recipe")
     if stage.objective != "extend" and came_with_gates(causal_lm(model).config):
         raise ValueError(f"{stage.objective} needs an original without gates, and {source} came with them: take extend")
     split = split_of(recipe.parallel, causal_lm(model).config)

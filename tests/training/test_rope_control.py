@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from retrofox.loading.base import load_base
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.training.measure import check_here
+from retrofox.training.model import build_model
+from retrofox.training.teacher import teacher_for
 from retrofox.training.train import train
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -45,6 +48,16 @@ def test_a_trained_control_loads_with_its_rope_in_plain_transformers(control, pi
         logits = model(ids).logits
         assert torch.equal(logits, by_hand(ids).logits)
         assert (logits - plain(ids).logits).abs().max() > 0.1
+
+
+def test_its_teacher_has_the_rope_of_the_original(control):
+    recipe = control({"objective": "distill"}, rope_scaling=YARN)
+    source = Path(recipe.model)
+    model = build_model(recipe, source, torch.device("cpu"))
+    teacher = teacher_for(recipe, recipe.stages[0], model, source, PartialState(cpu=True))
+    before, _ = load_base(source)
+    assert torch.equal(teacher.model.rotary_emb.inv_freq, before.model.rotary_emb.inv_freq)
+    assert not torch.equal(model.model.rotary_emb.inv_freq, before.model.rotary_emb.inv_freq)
 
 
 def test_the_first_loss_is_that_of_the_base_with_the_new_rope(control, pico_checkpoint):

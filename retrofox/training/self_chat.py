@@ -1,0 +1,138 @@
+"""Conversations that an instruct model makes itself, trained on beside texts so that its answers change less.
+
+The model writes both turns: the user's from the template's opening alone, then its own answer (Xu et al., "Magpie",
+arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from retrofox.config import DataConfig, Recipe, Source
+from retrofox.loading.base import load_base
+from retrofox.loading.device import PRECISIONS
+from retrofox.support.files import write_whole
+from retrofox.support.report import progress_bar
+
+USER_TOKENS, ANSWER_TOKENS = 128, 384
+"""A turn that has not ended by then is dropped with its conversation."""
+TEMPERATURE, TOP_P = 0.8, 0.95
+TOKENS_LEARNT = 750
+"""Tokens to train on for each conversation made: some 250 long, each is read about three times."""
+FEWEST, MOST = 200, 20_000
+CACHE_BYTES = 8 << 30
+"""Of keys and values at a time."""
+_USER = "what the user says"
+
+
+def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progress: bool) -> DataConfig:
+    """The recipe's data with `data.self_chat` as one more source of conversations, made now if they are not there.
+
+    They lie in `data.cache`, under a name that changes with the model's files and their number.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the model ends hardly any turn.
+    """
+    data = recipe.data
+    if not data.self_chat:
+        return data
+    tokens = sum(stage.tokens for stage in recipe.stages)
+    count = min(MOST, max(FEWEST, round(tokens * data.self_chat / TOKENS_LEARNT)))
+    made_from = [recipe.model, count, TEMPERATURE, TOP_P, *_files(Path(recipe.model))]
+    path = data.cache_dir / f"self-chat-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]}.jsonl"
+    if not path.is_file():
+        opening, closing = turns_around_user(tokenizer)  # before the model is loaded
+        model, _ = load_base(recipe.model, dtype=PRECISIONS[recipe.precision], device=device)
+        made = sample_conversations(model, tokenizer, count, opening, closing, progress)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
+    weight = data.self_chat / (1 - data.self_chat) * sum(source.weight for source in data.train)
+    return data.model_copy(update={"train": [*data.train, Source(path=str(path), chat=True, weight=weight)]})
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """(name, size, time of change) of a local model's files."""
+    files = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def turns_around_user(tokenizer: Any) -> tuple[str, str]:
+    """(what a conversation begins with, what stands between the user's words and the answer) by the chat template.
+
+    Raises:
+        ValueError: there is no template, or it changes what the user says.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("data.self_chat: without a chat template the model is no instruct model: remove self_chat")
+    message = [{"role": "user", "content": _USER}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    opening, found, closing = text.partition(_USER)
+    if not found:
+        raise ValueError("data.self_chat: the chat template changes what the user says: remove self_chat")
+    return opening, closing
+
+
+def sample_conversations(
+    model: Any, tokenizer: Any, count: int, opening: str, closing: str, progress: bool = True
+) -> list[list[dict[str, str]]]:
+    """`count` conversations of two turns, [{"role", "content"}, ...], at temperature 0.8 and top-p 0.95, seed 0.
+
+    Raises:
+        ValueError: fewer than one in eight conversations come to an end.
+    """
+    config = model.config
+    width = 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row_bytes = width * head_dim * model.dtype.itemsize * (USER_TOKENS + ANSWER_TOKENS)
+    rows = max(1, min(count, CACHE_BYTES // row_bytes, 1024)) if model.device.type == "cuda" else min(count, 8)
+    made: list[list[dict[str, str]]] = []
+    tried = 0
+    with torch.random.fork_rng(), progress_bar("conversations", progress) as bar:
+        torch.manual_seed(0)
+        task = bar.add_task("the model talks to itself", total=count)
+        while len(made) < count:
+            if tried >= 8 * max(len(made), rows):
+                raise ValueError(
+                    f"data.self_chat: of {tried} conversations that {config.name_or_path} began, it ended {len(made)}: "
+                    "it is hardly an instruct model; remove self_chat"
+                )
+            tried += rows
+            asked = [text for text in _turn(model, tokenizer, [opening] * rows, USER_TOKENS) if text]
+            answers = _turn(model, tokenizer, [opening + text + closing for text in asked], ANSWER_TOKENS)
+            for text, answer in zip(asked, answers, strict=True):
+                if answer:
+                    made.append([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
+            bar.update(task, completed=min(len(made), count))
+    return made[:count]
+
+
+@torch.no_grad()
+def _turn(model: Any, tokenizer: Any, prompts: Sequence[str], longest: int) -> list[str | None]:
+    """What the model writes after each prompt; None where it did not end within `longest` tokens, or wrote nothing."""
+    if not prompts:
+        return []
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+    width = max(map(len, ids))
+    padded = torch.tensor([[ends[0]] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    sampling = GenerationConfig(
+        max_new_tokens=longest, do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0,
+        eos_token_id=ends, pad_token_id=ends[0],
+    )  # fmt: skip
+    written = model.generate(
+        input_ids=padded.to(model.device), attention_mask=mask.to(model.device), generation_config=sampling
+    )
+    texts: list[str | None] = []
+    for row in written[:, width:].tolist():
+        stop = next((n for n, token in enumerate(row) if token in ends), None)
+        texts.append(None if stop is None else tokenizer.decode(row[:stop], skip_special_tokens=True).strip() or None)
+    return texts

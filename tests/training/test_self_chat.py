@@ -1,0 +1,71 @@
+"""data.self_chat: conversations that the model makes itself, made once, and trained on as a share of the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from retrofox.data.prepare import prepare_data
+from retrofox.training import self_chat
+from retrofox.training.self_chat import sample_conversations, turns_around_user, with_self_chat
+from retrofox.training.train import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    for name, value in {"FEWEST": 5, "USER_TOKENS": 60, "ANSWER_TOKENS": 100}.items():
+        monkeypatch.setattr(self_chat, name, value)
+
+
+def test_the_template_says_where_the_user_speaks(pico_tokenizer):
+    opening, closing = turns_around_user(pico_tokenizer)
+    message = [{"role": "user", "content": "Why?"}]
+    rendered = pico_tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert opening + "Why?" + closing == rendered
+    pico_tokenizer.chat_template, kept = None, pico_tokenizer.chat_template
+    try:
+        with pytest.raises(ValueError, match="no instruct model"):
+            turns_around_user(pico_tokenizer)
+    finally:
+        pico_tokenizer.chat_template = kept
+
+
+def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer):
+    model, around = pico_llama(), turns_around_user(pico_tokenizer)
+    first = sample_conversations(model, pico_tokenizer, 5, *around, progress=False)
+    assert len(first) == 5
+    assert all([turn["role"] for turn in chat] == ["user", "assistant"] for chat in first)
+    assert all(turn["content"] for chat in first for turn in chat)
+    assert sample_conversations(model, pico_tokenizer, 5, *around, progress=False) == first
+
+
+def test_a_model_that_ends_no_turn_is_refused(pico_llama, pico_tokenizer, monkeypatch):
+    monkeypatch.setattr(self_chat, "USER_TOKENS", 1)
+    monkeypatch.setattr(self_chat, "ANSWER_TOKENS", 1)
+    with pytest.raises(ValueError, match=r"hardly an instruct model; remove self_chat"):
+        sample_conversations(pico_llama(), pico_tokenizer, 5, *turns_around_user(pico_tokenizer), progress=False)
+
+
+def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_tokenizer, monkeypatch):
+    recipe = make_recipe()
+    assert with_self_chat(recipe, pico_tokenizer, CPU, False) is recipe.data
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"self_chat": 0.25})})
+    data = with_self_chat(recipe, pico_tokenizer, CPU, False)
+    *texts, chat = data.train
+    assert texts == recipe.data.train
+    assert chat.chat and chat.weight / sum(source.weight for source in data.train) == pytest.approx(0.25)
+    monkeypatch.delattr(self_chat, "load_base")  # what is there is not made again
+    assert with_self_chat(recipe, pico_tokenizer, CPU, False) == data
+    learnt = prepare_data(data, pico_tokenizer, progress=False).train.sources[-1]
+    assert learnt.documents == 5
+
+
+def test_a_run_trains_on_them(make_recipe):
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"self_chat": 0.25})})
+    train(recipe)
+    assert "self-chat" in Path(recipe.output, "data.json").read_text(encoding="utf-8")
