@@ -57,7 +57,8 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     data = with_self_chat(recipe, pico_tokenizer, CPU, False)
     *texts, chat = data.train
     assert texts == recipe.data.train
-    assert chat.chat and chat.weight / sum(source.weight for source in data.train) == pytest.approx(0.25)
+    assert chat.chat
+    assert chat.weight / sum(source.weight for source in data.train) == pytest.approx(0.25)
     monkeypatch.delattr(self_chat, "load_base")  # what is there is not made again
     assert with_self_chat(recipe, pico_tokenizer, CPU, False) == data
     learnt = prepare_data(data, pico_tokenizer, progress=False).train.sources[-1]
