@@ -15,6 +15,7 @@ from retrofox.config.recipe import ParallelConfig as ParallelConfig
 from retrofox.config.recipe import Recipe as Recipe
 from retrofox.config.recipe import Source as Source
 from retrofox.config.stage import ROLES as ROLES
+from retrofox.config.stage import AlignStage as AlignStage
 from retrofox.config.stage import Budget as Budget
 from retrofox.config.stage import BudgetedStage as BudgetedStage
 from retrofox.config.stage import DistillStage as DistillStage

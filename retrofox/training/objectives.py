@@ -200,6 +200,9 @@ def recomputed_layers(which: str | int, layers: int) -> range:
 @contextlib.contextmanager
 def original_form(model: Any) -> Iterator[None]:
     """The model as it was before its retrofit: attention mode "original", adapters off."""
+    if not is_converted(causal_lm(model)):
+        yield
+        return
     with _adapters_off(model), attention_mode(causal_lm(model), "original"):
         yield
 

@@ -22,7 +22,9 @@ from retrofox.training.model import set_attention
 
 
 def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState) -> Any:
-    """The original to learn from, an unconverted model as it was: None where the trained model's own frozen weights are the original.
+    """The original to learn from, of an unconverted model that with its own RoPE.
+
+    None where the trained model's own frozen weights are the original.
 
     Raises:
         ValueError: the original is needed and the checkpoint does not name it.

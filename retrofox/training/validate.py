@@ -12,7 +12,17 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
-from retrofox.config import AlignStage, DataConfig, ExtendStage, LoraConfig, ParallelConfig, Recipe, Source, Stage, TaughtStage
+from retrofox.config import (
+    AlignStage,
+    DataConfig,
+    ExtendStage,
+    LoraConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    Stage,
+    TaughtStage,
+)
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
