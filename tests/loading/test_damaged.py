@@ -159,14 +159,8 @@ def test_tensors_that_a_model_lacks_are_never_made_up(converted, pico_checkpoint
         AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
 
 
-def test_weights_that_are_not_finite_or_in_a_bin_file_are_not_pushed(converted):
+def test_weights_in_a_bin_file_are_not_pushed(converted):
     check_complete(converted)
-    file = next(file for file in converted.glob("*.safetensors") if file.name != GATES)
-    tensors = load_file(file)
-    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"NaN or infinity in model\.layers\.1\.mlp\.down_proj\.weight"):
-        check_complete(converted)
     as_bin(converted)
     with pytest.raises(ValueError, match=r"weights in a \.bin file|lacks"):
         check_complete(converted)

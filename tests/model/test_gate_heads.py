@@ -64,13 +64,6 @@ def test_checkpoints_from_before_have_a_gate_per_query_head(pico_fox):
     assert FoxSpec.from_dict(before).gate_heads == "query"
 
 
-def test_a_named_open_head_opens_its_gate(pico_fox):
-    model = pico_fox(gate_heads="kv", open_heads=((1, 0),), stirred=False)
-    first, second = (attention.forget_gate.bias.tolist() for _, attention in attentions(model))
-    assert second[0] > first[0]
-    assert second[1] == first[1]
-
-
 def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico_checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers. " * 60)
     texts = [str(tmp_path / "text.txt")]

@@ -76,8 +76,3 @@ def test_a_saved_model_keeps_its_bound(bounded, tokens, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, bounded.eval()(tokens).logits)
     assert loaded.config.fox["max_half_life"] == LONGEST
-
-
-def test_zero_is_refused():
-    with pytest.raises(ValueError, match="max_half_life must be a number of tokens, 1 or more; got 0"):
-        retrofox.FoxSpec(max_half_life=0)
