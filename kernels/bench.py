@@ -61,17 +61,6 @@ class Results:
             part.replace(self.path)
 
 
-def read(path: str) -> dict:
-    """Return a result file's content. Raises ValueError with the path where it isn't one."""
-    try:
-        result = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(result, dict) or not {"machine", "rows", "decode", "errors"} <= result.keys():
-        raise ValueError(f"{path} is no result: give a file that kernels/bench.py --out wrote")
-    return result
-
-
 def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Results:
     """Return where the results go, with what is known of the run so far."""
     command = " ".join(["python kernels/bench.py", *arguments.given])
@@ -83,11 +72,9 @@ def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Resul
 def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     """Measure a plan in its order."""
     import torch
-    from bench_contenders import load_official, setups
+    from bench_contenders import setups
     from bench_measure import Clock, ceilings, decode, errors, machine, measure
 
-    if arguments.official:
-        load_official(arguments.official)  # refused now, not after minutes
     started = time.monotonic()
     torch.manual_seed(0)
     clock = Clock()
@@ -137,11 +124,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     arguments.given = argv
-    others = [n for n in ("official", "out", "only", "list") if getattr(arguments, n)]
-    if arguments.chart and others:
-        parser.error(f"--chart draws what was measured before: leave --{others[0]} out")
     if arguments.official and not Path(arguments.official).is_file():
-        parser.error(f"--official {arguments.official}: no such file")
+        parser.error(f"--official {arguments.official}: no such file")  # now, not after minutes
     return arguments
 
 
@@ -149,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.chart:
-            result = read(arguments.chart)
+            result = json.loads(Path(arguments.chart).read_text())
             draw(result, Path(arguments.chart))
             print(markdown(result))
             return 0
@@ -162,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device: nothing to measure (--chart draws a saved result, --list shows the plan)")
         results = run(arguments, plan)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     print(markdown(results.data))

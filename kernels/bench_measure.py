@@ -5,7 +5,6 @@ import importlib.metadata
 import random
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 
 import torch
@@ -64,7 +63,6 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
 
     Peak memory is what one step takes beyond its inputs: o, gradients, what is saved and scratch.
     """
-    began = time.monotonic()
     inputs, do, run = setup(x)
 
     def step():
@@ -83,8 +81,7 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
         "backward": lambda: torch.autograd.grad(o, inputs, do, retain_graph=True),
         "total": step,
     }
-    took = time.monotonic() - began
-    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "setup_s": took}
+    return {"name": name, "calls": calls, "peak_mb": peak / 1e6}
 
 
 def take_turns(ready: list[dict], clock: Clock) -> None:
@@ -120,9 +117,7 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
             **{f"{n}_ms": ms[n] for n in ms},
             **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in FLOPS},
             "peak_mb": entry["peak_mb"],
-            "setup_s": entry["setup_s"],
             "spread": spread(entry["samples"]["total"]),
-            "samples": len(entry["samples"]["total"]),
         }
         rows.append(row)
     return rows, skipped

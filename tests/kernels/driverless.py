@@ -122,7 +122,7 @@ def compare(driver: ctypes.CDLL) -> dict:
         passed()
         run(self, grid, copied, arguments, *rest)
         ours = passed()
-        blocks = [hopper.Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+        blocks = [how and hopper.Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
         self.compiled[grid](*blocks, *arguments, *self.constants)
         launched[self.compiled.name] = self.short, ours == passed()
 

@@ -17,7 +17,7 @@ from fox_kernels.layer import entry, gate, norm, rotary, shift
 from fox_kernels.options import Options
 
 EVERY_OPTION = {"starts": True, "window": 4096, "sink": 4, "softcap": 30.0, "horizon": 8.0}
-NORM = {"NORM": True, "GATE": True, "D": 64, "COLUMNS": 64, "BLOCK": 32}
+NORM = {"D": 64, "COLUMNS": 64, "BLOCK": 32}
 SHIFT = {"D": 64, "COLUMNS": 64, "BLOCK": 32}
 
 

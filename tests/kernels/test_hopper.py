@@ -38,7 +38,7 @@ def launches(
         assert named.keys() == set(self.names)
         assert len(copied) == len(self.described)
         arguments, constants = names_of(self.kernel)
-        blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+        blocks = [how and Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
         described = dict(zip(arguments, blocks, strict=False))
         found[self.kernel.fn.__name__] = (
             self.kernel, described | named | dict(zip(constants, self.constants, strict=True)),

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .groups import Gates
+from .groups import Gates, Scale
 
 LOG2_E = 1.4426950408889634  # scores, c and lse are natural units times this
 LOG2E = tl.constexpr(LOG2_E)  # the same for kernels, which can read no plain global
@@ -18,11 +18,13 @@ UNREACHED_CAP = 1e30  # no score is near: it caps nothing
 
 
 class Queries(NamedTuple):
-    """Queries of a tile: positions, starts of their documents, first keys of windows or horizons, their gates."""
+    """Queries of a tile: positions and gates; the starts of their documents, the first keys that windows or horizons
+    leave and the ends of their sinks, or None."""
 
     pos: Any
     start: Any
     lower: Any
+    sinks_end: Any
     c: Gates
 
 
@@ -53,13 +55,23 @@ class Columns(NamedTuple):
 
 
 @triton.jit
-def visible(i, j, start, lower, S, sink, STARTS: tl.constexpr, LOWER: tl.constexpr):
-    """Which keys j queries i see; i, j, start and lower broadcast to the block in either orientation."""
+def expanded(x, AXIS: tl.constexpr):
+    """x with one more dimension, or None."""
+    if x is not None:
+        return tl.expand_dims(x, AXIS)
+
+
+@triton.jit
+def visible(i, j, start, lower, is_sink, S):
+    """Which keys j queries i see; all broadcast to the block in either orientation, start, lower and is_sink if any."""
     seen = (j < S) & (j <= i)
-    if STARTS:
+    if start is not None:
         seen = seen & (j >= start)
-    if LOWER:
-        seen = seen & ((j >= lower) | (j < start + sink))
+    if lower is not None:
+        near = j >= lower
+        if is_sink is not None:
+            near = near | is_sink
+        seen = seen & near
     return seen
 
 
@@ -71,33 +83,32 @@ def c_at(c, position, S):
 
 
 @triton.jit
-def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias, SINK: tl.constexpr):
-    """s + (c_i - c_j), exactly, or s + sink_bias at sinks."""
-    if SINK:
+def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias):
+    """s + (c_i - c_j), exactly, or s + sink_bias at sinks, if any."""
+    if is_sink is not None:
         return s + tl.where(is_sink, sink_bias, (ci_hi - cj_hi) + (ci_lo - cj_lo))
     return (s + (ci_lo - cj_lo)) + (ci_hi - cj_hi)
 
 
-def cap_kind(softcap: float | None, dtype: torch.dtype) -> int:
-    """Return the kernels' CAP: 0 for no softcap, 1 for tanh by exp2, 2 for tanh with all its digits (`soft_capped`)."""
+def scale_of(scale: float, softcap: float | None) -> Scale:
+    """Return what kernels take of a scale and a softcap, but for gradients."""
     if softcap is None or softcap > UNREACHED_CAP:
-        return 0
-    return 2 if dtype == torch.float32 or softcap > COARSE_CAP else 1
+        return Scale(None, scale * LOG2_E, None, None)
+    return Scale(None, scale * LOG2_E, softcap * LOG2_E, 2.0 / softcap)
 
 
-def cap_factors(softcap: float | None) -> tuple[float, float]:
-    """Return softcap2 and inverse_cap of `soft_capped`; zeros for no softcap."""
-    return (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+def exact_tanh(softcap: float | None, dtype: torch.dtype) -> bool:
+    """Return whether `soft_capped` must give tanh with all its digits."""
+    return softcap is not None and (dtype == torch.float32 or softcap > COARSE_CAP)
 
 
 @triton.jit
-def scaled(s, scale, CAP: tl.constexpr):
-    """Products of queries and keys as base-2 scores, capped; and tanh of the cap."""
+def scaled(s, scale, EXACT_TANH: tl.constexpr):
+    """Products of queries and keys as base-2 scores, capped if there is a softcap; and tanh of the cap."""
+    s = s * scale.base2
     tanh = s
-    if CAP:
-        s, tanh = soft_capped(s * scale.base2, scale.softcap2, scale.inverse_cap, CAP == 2)
-    else:
-        s = s * scale.base2
+    if scale.softcap2 is not None:
+        s, tanh = soft_capped(s, scale.softcap2, scale.inverse_cap, EXACT_TANH)
     return s, tanh
 
 
@@ -148,52 +159,59 @@ def place(tiles, pairs, together):
 
 
 @triton.jit
-def lowest(first_seen, t, T, S, q_offset, window, LOWER: tl.constexpr):
-    """The first key that queries t see, documents and sinks aside: by the window (LOWER 1), or as searched (2)."""
-    if LOWER == 2:
+def lowest(first_seen, t, T, S, q_offset, window):
+    """The first key that queries t see, documents and sinks aside: as searched, by the window, or None."""
+    if first_seen is not None:
         return tl.load(first_seen + t, mask=t < T, other=S)
-    if LOWER == 1:
+    elif window is not None:
         return q_offset + t + 1 - window
-    return t * 0
 
 
 @triton.jit
-def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
-    """Positions of a tile's queries, their document starts, and the least and greatest of these."""
-    pos = q_offset + m0 + offs_m
-    start = tl.zeros_like(pos)
-    if STARTS:
-        row = m0 + offs_m < T
-        start = tl.load(start_ptr + tl.minimum(pos, S - 1), mask=row, other=0)
-        least = tl.min(tl.where(row, start, S), 0)
-        greatest = tl.max(start, 0)
-    else:
-        least = m0 * 0
-        greatest = m0 * 0
-    return pos, start, least, greatest
+def starts_of(start_ptr, pos, row, S):
+    """The starts of queries' documents, or None; row: which positions are queries."""
+    if start_ptr is not None:
+        return tl.load(start_ptr + tl.minimum(pos, S - 1), mask=row, other=0)
 
 
 @triton.jit
-def key_range(
-    m0, last_pos, S, q_offset, least, greatest, lower, sink, BM: tl.constexpr, BN: tl.constexpr, LOWER: tl.constexpr
-):
+def extremes(start, row, S):
+    """The least and the greatest of a tile's starts."""
+    least, greatest = S * 0, S * 0
+    if start is not None:
+        least, greatest = tl.min(tl.where(row, start, S), 0), tl.max(start, 0)
+    return least, greatest
+
+
+@triton.jit
+def ends_of_sinks(pos, start, sink):
+    """Where the sinks of queries end, or None."""
+    if sink is not None:
+        return (tl.zeros_like(pos) if start is None else start) + sink
+
+
+@triton.jit
+def key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM: tl.constexpr, BN: tl.constexpr):
     """The `KeyBlocks` of a query tile."""
     first_pos = q_offset + m0
     high = tl.minimum(S, last_pos + 1)
     full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
     low = least
     ragged = tl.maximum(greatest, 0)
-    if LOWER:
+    if lower is not None:
         rows = first_pos + tl.arange(0, BM) <= last_pos
         low = tl.maximum(low, tl.min(tl.where(rows, lower, S), 0))
         ragged = tl.maximum(ragged, tl.max(tl.where(rows, lower, 0), 0))
-    ragged = tl.where(sink > 0, tl.maximum(ragged, tl.minimum(greatest + sink, S)), ragged)
+    if sink is not None:
+        ragged = tl.maximum(ragged, tl.minimum(greatest + sink, S))
     high = tl.cdiv(tl.maximum(high, 0), BN)
     low = tl.minimum(low // BN, high)
     mid_high = tl.maximum(tl.minimum(full // BN, high), low)
     mid_low = tl.minimum(tl.maximum(tl.cdiv(ragged, BN), low), mid_high)
     sink_low = tl.minimum(least // BN, low)
-    sink_high = tl.where(sink > 0, tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low), sink_low)
+    sink_high = sink_low
+    if sink is not None:
+        sink_high = tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low)
     return KeyBlocks(low, mid_low, mid_high, high, sink_low, sink_high)
 
 
@@ -241,14 +259,23 @@ def partial_sums(x):
 
 
 @triton.jit
-def scores(s, keys, rows, S, sink, scale, MASKED: tl.constexpr, PROBLEM: tl.constexpr):
+def sinks_among(keys, rows):
+    """Which keys are sinks of which queries, or None."""
+    if rows.sinks_end is not None:
+        return keys.pos[None, :] < rows.sinks_end[:, None]
+
+
+@triton.jit
+def scores(s, keys, rows, S, scale, MASKED: tl.constexpr, PROBLEM: tl.constexpr):
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
-    s, tanh = scaled(s, scale, PROBLEM.cap)
+    s, tanh = scaled(s, scale, PROBLEM.exact_tanh)
     if MASKED:
-        s = decayed(s, rows.c.hi[:, None], rows.c.lo[:, None], keys.c.hi[None, :], keys.c.lo[None, :],
-                    keys.pos[None, :] < rows.start[:, None] + sink, 0.0, PROBLEM.sink)  # fmt: skip
+        is_sink = sinks_among(keys, rows)
+        s = decayed(
+            s, rows.c.hi[:, None], rows.c.lo[:, None], keys.c.hi[None, :], keys.c.lo[None, :], is_sink, 0.0
+        )  # fmt: skip
         i, j = rows.pos[:, None], keys.pos[None, :]
-        seen = visible(i, j, rows.start[:, None], rows.lower[:, None], S, sink, PROBLEM.starts, PROBLEM.lower)
+        seen = visible(i, j, expanded(rows.start, 1), expanded(rows.lower, 1), is_sink, S)
         s = tl.where(seen, s, float("-inf"))
     else:
         s += keys.c.hi[None, :]

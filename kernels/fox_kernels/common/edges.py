@@ -16,14 +16,11 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["N", "S", "total", "window", "steps"])
-def edges_kernel(
-    cu_ptr, seq_start_ptr, out_ptr, N, S, total, window, steps,
-    PADDED: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def edges_kernel(cu_ptr, seq_start_ptr, out_ptr, N, S, total, window, steps, BLOCK: tl.constexpr):
     b = (tl.program_id(0) // tl.cdiv(S, BLOCK)).to(tl.int64)
     j = tl.program_id(0) % tl.cdiv(S, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     start, end = j * 0, j * 0 + S
-    if DOCUMENTS:
+    if cu_ptr is not None:
         low, high = j * 0, j * 0 + N  # how many of the N documents end at or before j
         for _ in range(steps):
             middle = (low + high) // 2
@@ -32,9 +29,9 @@ def edges_kernel(
             low, high = tl.where(open_ & ended, middle + 1, low), tl.where(open_ & (ended == 0), middle, high)
         start = tl.load(cu_ptr + low).to(tl.int32)
         end = tl.load(cu_ptr + 1 + low, mask=low < N, other=S).to(tl.int32)
-    if WINDOW:
+    if window is not None:
         start, end = tl.maximum(start, j + 1 - window), tl.minimum(end, j + window)
-    if PADDED:
+    if seq_start_ptr is not None:
         first = tl.load(seq_start_ptr + b).to(tl.int32)
         start, end = tl.maximum(start, first), tl.where(j < first, 0, end)
     tl.store(out_ptr + b * S + j, start, mask=j < S)
@@ -51,9 +48,8 @@ def edges(B: int, S: int, cu_seqlens, seq_start, window: int | None, device) -> 
     total = cdiv(B * S, 4) * 4  # so that both are aligned
     out = torch.empty(2, total, dtype=torch.int32, device=device)
     if total:
-        N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        steps = None if N is None else N.bit_length()
         given = (x if x is None else x.contiguous() for x in (cu_seqlens, seq_start))
-        arguments = (*given, out, N, S, total, window or 0, N.bit_length())
-        constants = (seq_start is not None, cu_seqlens is not None, window is not None, BLOCK)
-        launch(edges_kernel, (B * cdiv(S, BLOCK),), arguments, constants)
+        launch(edges_kernel, (B * cdiv(S, BLOCK),), (*given, out, N, S, total, window, steps), (BLOCK,))
     return out

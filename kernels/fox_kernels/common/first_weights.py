@@ -13,18 +13,16 @@ import triton.language as tl
 
 from ..host.launch import launch, power_of_2
 from ..options import Options
-from .blocks import LOG2_E, cap_factors, cap_kind, decayed, scaled
-from .groups import Gates, Scale
+from .blocks import decayed, exact_tanh, scale_of, scaled
+from .groups import Gates, InputStrides, Strides
 
 BLOCK = 64  # also the keys of a consumer in `hopper.backward_kernel`
 
 
 @triton.jit(do_not_specialize=["T", "H", "sink"])
 def first_block_kernel(
-    q_ptr, k_ptr, do_ptr, lse_ptr, c, lost_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sdo_b, sdo_t, sdo_h, T, H, sink, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr,
+    q_ptr, k_ptr, do_ptr, lse_ptr, c, lost_ptr, strides, T, H, sink, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT_TANH: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     b, kv = pair // (H // GROUP), pair % (H // GROUP)
@@ -32,18 +30,22 @@ def first_block_kernel(
     inside = (i < T)[:, None] & (d < D)[None, :]
     j = i[:, None]
     at = j.to(tl.int64)
-    k = tl.load(k_ptr + b * sk_b + kv * sk_h + at * sk_s + d[None, :], mask=inside, other=0.0)
+    k_rows = k_ptr + b * strides.k.batch + kv * strides.k.head + at * strides.k.token
+    k = tl.load(k_rows + d[None, :], mask=inside, other=0.0)
     seen = (j <= i[None, :]) & (i < T)[None, :]
     lost = tl.zeros([BLOCK, WIDTH], tl.float32)
     for g in range(GROUP):
         h = kv * GROUP + g
-        q = tl.load(q_ptr + b * sq_b + h * sq_h + at * sq_t + d[None, :], mask=inside, other=0.0)
-        do = tl.load(do_ptr + b * sdo_b + h * sdo_h + at * sdo_t + d[None, :], mask=inside, other=0.0)
+        q_rows = q_ptr + b * strides.q.batch + h * strides.q.head + at * strides.q.token
+        do_rows = do_ptr + b * strides.do.batch + h * strides.do.head + at * strides.do.token
+        q = tl.load(q_rows + d[None, :], mask=inside, other=0.0)
+        do = tl.load(do_rows + d[None, :], mask=inside, other=0.0)
         row = (b * H + h) * T + i
         c_hi, c_lo = tl.load(c.hi + row, mask=i < T, other=0.0), tl.load(c.lo + row, mask=i < T, other=0.0)
         lse = tl.load(lse_ptr + row, mask=i < T, other=0.0)
-        s, _ = scaled(tl.dot(k, tl.trans(q)), scale, CAP)
-        s = decayed(s, c_hi[None, :], c_lo[None, :], c_hi[:, None], c_lo[:, None], j < sink, 0.0, SINK)
+        s, _ = scaled(tl.dot(k, tl.trans(q)), scale, EXACT_TANH)
+        is_sink = None if sink is None else j < sink
+        s = decayed(s, c_hi[None, :], c_lo[None, :], c_hi[:, None], c_lo[:, None], is_sink, 0.0)
         p = tl.exp2(tl.where(seen, s - lse[None, :], float("-inf")))
         lost = tl.dot((p - p.to(do.dtype).to(tl.float32)).to(do.dtype), do, lost)
     tl.store(lost_ptr + (pair * BLOCK + j) * D + d[None, :], lost, mask=(d < D)[None, :])
@@ -63,14 +65,14 @@ def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tens
     lost = torch.empty(B, Hkv, BLOCK, D, dtype=torch.float32, device=q.device)
     scale, _, sink, softcap, _ = options
     width = power_of_2(D)
+    strides = InputStrides(Strides(*q.stride()[:3]), Strides(*k.stride()[:3]), do=Strides(*do.stride()[:3]))
     launch(
         first_block_kernel,
         (B * Hkv,),
         (
-            q, k, do, lse2, Gates(c_hi, c_lo), lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
-            Scale(None, scale * LOG2_E, *cap_factors(softcap)),
+            q, k, do, lse2, Gates(c_hi, c_lo), lost, strides, T, H, sink or None, scale_of(scale, softcap),
         ),
-        (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
+        (H // Hkv, D, width, BLOCK, exact_tanh(softcap, q.dtype)),
         warps=8 if width > 128 else 4, stages=1,  # with more, heads one after another would not fit at D = 256
     )  # fmt: skip
     return lost

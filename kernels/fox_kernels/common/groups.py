@@ -20,7 +20,7 @@ class InputStrides(NamedTuple):
 
     q: Strides
     k: Strides
-    v: Strides
+    v: Strides | None = None
     o: Strides | None = None
     do: Strides | None = None
 
@@ -46,12 +46,12 @@ class Bounds(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Of scores: the scale as given, for gradients, and times log2(e), and `common.blocks.cap_factors`."""
+    """Of scores: the scale as given, for gradients, and times log2(e), the softcap likewise, and 2 / softcap."""
 
     natural: float | None
     base2: float
-    softcap2: float
-    inverse_cap: float
+    softcap2: float | None
+    inverse_cap: float | None
 
 
 class Output(NamedTuple):
@@ -76,8 +76,5 @@ class Problem(NamedTuple):
     group: int  # query heads to a kv head
     d0: int  # the head dim in two blocks of columns, the second may be 0
     d1: int
-    starts: bool  # documents or padding: Bounds.start
-    lower: int  # 1: a window, 2: a horizon, which has searched where the window begins, too
-    sink: bool
-    cap: int  # `common.blocks.cap_kind`
+    exact_tanh: bool  # `common.blocks.exact_tanh`
     precision: str  # of products, as tl.dot names it

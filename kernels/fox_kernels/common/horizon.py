@@ -21,9 +21,7 @@ BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "steps"])
-def first_seen_kernel(
-    hi_ptr, lo_ptr, out_ptr, T, S, window, horizon2, steps, WINDOW: tl.constexpr, BLOCK: tl.constexpr
-):
+def first_seen_kernel(hi_ptr, lo_ptr, out_ptr, T, S, window, horizon2, steps, BLOCK: tl.constexpr):
     bh = (tl.program_id(0) // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = tl.program_id(0) % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     at = bh * S + S - T + tl.minimum(t, T - 1)
@@ -37,7 +35,7 @@ def first_seen_kernel(
         c += tl.load(lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
         hidden = (c < limit) == 0
         low, high = tl.where(going & hidden, middle + 1, low), tl.where(going & (hidden == 0), middle, high)
-    if WINDOW:
+    if window is not None:
         low = tl.maximum(low, S - T + t - window + 1)
     tl.store(out_ptr + bh * T + t, low, mask=t < T)
 
@@ -65,18 +63,14 @@ def first_seen(c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options)
     B, H, S = c_hi.shape
     out = torch.empty(B, H, T, dtype=torch.int32, device=c_hi.device)
     if out.numel():
-        numbers = (T, S, options.window or 0, options.horizon * LOG2_E, S.bit_length())
-        launch(
-            first_seen_kernel, (B * H * cdiv(T, BLOCK),), (c_hi.contiguous(), c_lo.contiguous(), out, *numbers),
-            (options.window is not None, BLOCK),
-        )  # fmt: skip
+        numbers = (T, S, options.window, options.horizon * LOG2_E, S.bit_length())
+        arguments = (c_hi.contiguous(), c_lo.contiguous(), out, *numbers)
+        launch(first_seen_kernel, (B * H * cdiv(T, BLOCK),), arguments, (BLOCK,))
     return out
 
 
 @triton.jit(do_not_specialize=["S", "total", "steps"])
-def edges_within_kernel(
-    hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon2, steps, STARTED: tl.constexpr, BLOCK: tl.constexpr
-):
+def edges_within_kernel(hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon2, steps, BLOCK: tl.constexpr):
     bh = (tl.program_id(0) // tl.cdiv(S, BLOCK)).to(tl.int64)
     j = tl.program_id(0) % tl.cdiv(S, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     hi_ptr += bh * S
@@ -97,7 +91,7 @@ def edges_within_kernel(
         start_end = tl.where(searched & near_key, key, start_end)
         end = tl.where(seeking & near_query, query + 1, end)
         end_end = tl.where(seeking & (near_query == 0), query, end_end)
-    if STARTED:
+    if edges_ptr is not None:
         row = edges_ptr + bh // H * S + j
         start = tl.maximum(start, tl.load(row, mask=j < S, other=0))
         end = tl.minimum(end, tl.load(row + total, mask=j < S, other=0))
@@ -113,12 +107,9 @@ def edges_within(c_hi: torch.Tensor, c_lo: torch.Tensor, edges: torch.Tensor | N
     B, H, S = c_hi.shape
     out = torch.empty(2, B, H, S, dtype=torch.int32, device=c_hi.device)
     if out.numel():
-        total = 0 if edges is None else edges.shape[-1]
-        numbers = (S, H, total, horizon * LOG2_E, S.bit_length())
-        launch(
-            edges_within_kernel, (B * H * cdiv(S, BLOCK),), (c_hi, c_lo, edges, out, *numbers),
-            (edges is not None, BLOCK),
-        )  # fmt: skip
+        total = None if edges is None else edges.shape[-1]
+        arguments = (c_hi, c_lo, edges, out, S, H, total, horizon * LOG2_E, S.bit_length())
+        launch(edges_within_kernel, (B * H * cdiv(S, BLOCK),), arguments, (BLOCK,))
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.blocks import soft_capped, visible
+from ..common.blocks import scaled, visible
 from ..common.groups import Strides
 from .search import advance
 
@@ -63,18 +63,18 @@ class Walk(NamedTuple):
 
 
 @triton.jit
-def walk_of(pair, known, S, T, heads, window, sink, start, first, BN: tl.constexpr, PROBLEM: tl.constexpr):
+def walk_of(pair, known, S, T, heads, window, sink, start, first, BN: tl.constexpr):
     """The `Walk` of one or more (sequence, kv head) pairs."""
     least = pair * 0
-    if PROBLEM.starts:
+    if start is not None:
         least = tl.maximum(tl.load(start + pair // heads, mask=known, other=0), 0)
     low = least
-    if PROBLEM.lower:
+    if window is not None:
         low = tl.maximum(low, S - T - window + 1)
     if first is not None:
         low = tl.maximum(low, tl.load(first + pair, mask=known, other=0))
     sinks_end, sink_blocks = least, pair * 0
-    if PROBLEM.sink:
+    if sink is not None:
         sinks_end = tl.minimum(least + sink, low)
         sink_blocks = tl.maximum(tl.minimum(tl.cdiv(sinks_end, BN), low // BN) - least // BN, 0)
     return Walk(least, sinks_end, low, sink_blocks, sink_blocks + tl.maximum(tl.cdiv(S, BN) - low // BN, 1))
@@ -101,7 +101,7 @@ def split_kernel(
     if PAIRS > 0:  # stretches of one length, shared out over all pairs
         pair = tl.arange(0, PAIRS)
         some = pair < pairs
-        blocks = walk_of(pair, some, S, T, heads, window, sink, start, first, BN, PROBLEM).blocks
+        blocks = walk_of(pair, some, S, T, heads, window, sink, start, first, BN).blocks
         blocks = tl.where(some, blocks, 0)
         chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), 1)
         programs = tl.cdiv(blocks, chunk)
@@ -114,7 +114,7 @@ def split_kernel(
             return
         out = split.to(tl.int64)
         split -= tl.sum(tl.where(pair == kv, ends - programs, 0), 0)
-    walk = walk_of(kv, True, S, T, heads, window, sink, start, first, BN, PROBLEM)
+    walk = walk_of(kv, True, S, T, heads, window, sink, start, first, BN)
     if PAIRS == 0:
         chunk = tl.cdiv(walk.blocks, splits)
     begin = split * chunk
@@ -144,14 +144,14 @@ def split_kernel(
 
     for it in range(begin, tl.minimum(begin + chunk, walk.blocks)):
         block = walk.low // BN + it - walk.sink_blocks
-        if PROBLEM.sink:
+        if sink is not None:
             block = tl.where(it < walk.sink_blocks, walk.least // BN + it, block)
         n0 = block * BN
         j = n0 + offs_n
         inside = j < S
-        if PROBLEM.starts or PROBLEM.lower or first is not None:
+        if start is not None or window is not None or first is not None:
             live = j >= walk.low
-            if PROBLEM.sink:
+            if sink is not None:
                 live = live | ((j >= walk.least) & (j < walk.sinks_end))
             inside = inside & live
         k_rows = k + n0.to(tl.int64) * strides.k.token + offs_n[:, None] * strides.k.token
@@ -163,18 +163,18 @@ def split_kernel(
             k1 = tl.load(k_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-        if PROBLEM.cap:
-            s, _t = soft_capped(s * scale.base2, scale.softcap2, scale.inverse_cap, PROBLEM.cap == 2)
-        else:
-            s = s * scale.base2
+        s, _tanh = scaled(s, scale, PROBLEM.exact_tanh)
         gates = c_rows[:, None] + j[None, :]
         known = real[:, None] & (j < limit)[None, :]
         bias = c_i_hi[:, None] - tl.load(c.hi + gates, mask=known, other=0.0)
         bias += c_i_lo[:, None] - tl.load(c.lo + gates, mask=known, other=0.0)
-        if PROBLEM.sink:
-            bias = tl.where((j < walk.least + sink)[None, :], 0.0, bias)
-        lower = pos[:, None] - window + 1
-        seen = visible(pos[:, None], j[None, :], walk.least, lower, S, sink, PROBLEM.starts, PROBLEM.lower)
+        lower, is_sink = None, None
+        if window is not None:
+            lower = pos[:, None] - window + 1
+        if sink is not None:
+            is_sink = (j < walk.least + sink)[None, :]
+            bias = tl.where(is_sink, 0.0, bias)
+        seen = visible(pos[:, None], j[None, :], None if start is None else walk.least, lower, is_sink, S)
         if horizon2 is not None:  # a sink's bias is 0; NaN is to be seen
             seen = seen & ((bias <= 0.0 - horizon2) == 0)
         s = tl.where(seen, s + bias, float("-inf"))
@@ -201,14 +201,14 @@ def split_kernel(
 @triton.jit(do_not_specialize=["S", "splits"])
 def merge_kernel(
     parts, o, lse, c, first, length, strides, T, S, H, splits, horizon2,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, SEARCHED: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, heads = T * GROUP, H // GROUP
-    if SEARCHED > 0 and row == rows:  # the last row of programs looks where the next step may begin
+    if first is not None and row == rows:  # the last row of programs looks where the next step may begin
         if length is not None:
             S = tl.load(length) + T
-        advance(first, kv, S - T, H, c, strides, horizon2, GROUP, SEARCHED)
+        advance(first, kv, S - T, H, c, strides, horizon2, GROUP, ROWS)
         return
     out = kv * splits
     if parts.begin is not None:

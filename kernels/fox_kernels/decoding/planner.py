@@ -11,8 +11,8 @@ import itertools
 
 import torch
 
-from ..common.blocks import LOG2_E, cap_factors, cap_kind
-from ..common.groups import Gates, Problem, Scale, Strides
+from ..common.blocks import LOG2_E, exact_tanh, scale_of
+from ..common.groups import Gates, Problem, Strides
 from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
@@ -94,11 +94,10 @@ class Decoder:
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
         self.window, self.sink = window, sink
         self.readable = aligned if D1 else unit_last
-        self.scale = Scale(None, scale * LOG2_E, *cap_factors(softcap))
+        self.scale = scale_of(scale, softcap)
         self.horizon2 = None if horizon is None else horizon * LOG2_E
         precision = "ieee" if size == 4 else "tf32"
-        bounded, cap = int(window is not None), cap_kind(softcap, dtype)
-        self.problem = Problem(group, D0, D1, padded, bounded, sink > 0, cap, precision)
+        self.problem = Problem(group, D0, D1, exact_tanh(softcap, dtype), precision)
         self.tile = Tile(tile_rows, block_for(D, tile_rows, size, able), pairs=0, aligned=1)
         self.stages = stages_for(tile_rows, self.tile.block, D, size, able)
         self.shares = (padded or horizon is not None) and self.pairs <= MAX_SHARED
@@ -114,9 +113,9 @@ class Decoder:
         T, H, D, S, pairs, block = self.T, self.H, self.D, k.shape[1], self.pairs, self.tile.block
         if seq_start is not None:
             seq_start = seq_start.to(torch.int32).contiguous()
-        window, sink = 0 if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
+        window, sink = None if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
         blocks = cdiv(S, block)
-        if window:
+        if window is not None:
             blocks = min(blocks, cdiv(window + T - 1, block) + cdiv(sink, block) + 2)
         longer = blocks > self.splits  # else each program has one block, and looking for fewer saves nothing
         shares, near = self.shares and longer, self.horizon2 is not None and longer
@@ -147,13 +146,14 @@ class Decoder:
         launch(
             split_kernel, grid, q=q, k=k, v=v, c=c, start=seq_start, first=first, length=length, parts=parts,
             strides=CacheStrides(*(Strides(*x.stride()[:3]) for x in (q, k, v)), c_strides), T=T, S=S, H=H, pairs=pairs,
-            slots=self.slots, window=window, sink=sink, scale=self.scale, horizon2=horizon2, PROBLEM=self.problem,
-            TILE=tile, stages=self.stages,
+            slots=self.slots, window=window, sink=sink or None, scale=self.scale, horizon2=horizon2,
+            PROBLEM=self.problem, TILE=tile, stages=self.stages,
         )  # fmt: skip
         launch(
-            merge_kernel, (self.rows + goes_on, pairs, 1), parts=parts, o=o, lse=lse2, c=c, first=first, length=length,
-            strides=c_strides, T=T, S=S, H=H, splits=splits, horizon2=horizon2, GROUP=group, D=D, DP=power_of_2(D),
-            PARTS=min(power_of_2(most), self.most_parts), SEARCHED=group_rows if goes_on else 0,
+            merge_kernel, (self.rows + goes_on, pairs, 1), parts=parts, o=o, lse=lse2, c=c,
+            first=first if goes_on else None, length=length, strides=c_strides, T=T, S=S, H=H, splits=splits,
+            horizon2=horizon2, GROUP=group, D=D, DP=power_of_2(D), PARTS=min(power_of_2(most), self.most_parts),
+            ROWS=group_rows,
         )  # fmt: skip
         return o
 

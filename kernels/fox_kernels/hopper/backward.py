@@ -77,7 +77,6 @@ class BackwardCut(NamedTuple):
     COPIER_REGISTERS: int
     GENERATIONS: int
     BIAS_BY_MMA: bool
-    HAS_LOST: bool
     PER_ROUND: int  # tiles that begin together; 0: no rounds
 
 
@@ -141,7 +140,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     constants = BackwardCut(
         HAS_START=started, SINK=sink, D=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,
         DETERMINISTIC=deterministic, REGISTERS=cut.registers, COPIER_REGISTERS=cut.copier_registers,
-        GENERATIONS=cut.generations, BIAS_BY_MMA=bias_by_mma, HAS_LOST=first,
+        GENERATIONS=cut.generations, BIAS_BY_MMA=bias_by_mma,
         PER_ROUND=processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros

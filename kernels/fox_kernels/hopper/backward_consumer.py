@@ -140,7 +140,7 @@ def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, gr
         kv = (tiles % NKV) * 4
         dk = gl.zeros([64, D], gl.float32, layout=O_L)
         dv = gl.zeros([64, D], gl.float32, layout=O_L)
-        if CUT.HAS_LOST and w == 0:
+        if lost is not None and w == 0:
             row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
             if n == 0:  # the rounding error of the first rows' weights
                 dv = gl.load(lost + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])

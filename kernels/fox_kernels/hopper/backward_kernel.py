@@ -72,8 +72,8 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, c, 
     info_s = gl.allocate_shared_memory(gl.int32, [2 * INFO, 1], VECTOR)
     step_s = gl.allocate_shared_memory(gl.int32, [NB, 1], VECTOR)
     # 16 more columns of q and do: parts of each row's bias, ones, -delta; of k and v: ones, parts of each key's bias
-    kb_s = key_s
-    qb_s = key_s
+    kb_s = None
+    qb_s = None
     if BIAS_BY_MMA:
         PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         kb_s = gl.allocate_shared_memory(

@@ -3,6 +3,7 @@
 import functools
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,19 +138,19 @@ class Launch:
     The first call compiles it. Later ones cost the host a description of each of those tensors and the launch.
     """
 
-    def __init__(self, kernel, programs: int, constants: dict, blocks: list[Blocks] | None = None):
+    def __init__(self, kernel, programs: int, constants: dict, blocks: Sequence[Blocks | None] = ()):
         self.kernel, self.programs, self.run = kernel, programs, None
         names, of_constants = names_of(kernel)
         self.constants = tuple([constants[n] for n in of_constants])
-        self.described = tuple([(x.shape, x.strides, x.block) for x in blocks or ()])
+        self.described = tuple([x and x[1:] for x in blocks])
         self.names = names[len(self.described) :]
 
-    def __call__(self, *copied: Tensor, **named) -> None:
+    def __call__(self, *copied: Tensor | None, **named) -> None:
         arguments = tuple([named[n] for n in self.names])
         if self.run is not None:
             self.run((self.programs, 1, 1), copied, arguments)
         else:
-            blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+            blocks = [how and Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
             compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, **FOUR_WARPS)
             self.run = Runner(compiled, self.constants, self.described)
 
@@ -193,7 +194,6 @@ class ForwardCut(NamedTuple):
     NB: int
     ACROSS: bool  # queries and keys are offset by other than whole warpgroups' rows
     HALF: bool  # `halved`
-    HAS_RESIDUAL: bool
     REGISTERS: int
 
 
@@ -220,20 +220,19 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
-    by_tma = ((q, 64, False), (k, shape.keys, False), (v, shape.keys, False), (q, 64, True), (q, 64, True))  # o like q
-    blocks = [blocks_of(x, rows, shape.columns, like) for x, rows, like in by_tma]
-    if shape.rest:
-        blocks += [blocks_of(x, rows, shape.rest, like) for x, rows, like in by_tma]
+    by_tma = ((q, 64, False), (k, shape.keys, False), (v, shape.keys, False), (q, 64, True))  # o is like q
+    blocks: list[Blocks | None] = []
+    for columns in (shape.columns, shape.rest):
+        here = [blocks_of(x, rows, columns, like) if columns else None for x, rows, like in by_tma]
+        blocks += [*here, here[-1] if residual else None]
     cut = ForwardCut(
         HAS_START=started, SINK=sink, NC=shape.consumers, BN=shape.keys, D=shape.columns, DX=shape.rest,
-        NB=shape.stages, ACROSS=(S - T) % 64 > 0, HALF=halved(shape, T, S), HAS_RESIDUAL=residual,
-        REGISTERS=shape.registers,
+        NB=shape.stages, ACROSS=(S - T) % 64 > 0, HALF=halved(shape, T, S), REGISTERS=shape.registers,
     )  # fmt: skip
     launch = Launch(fox_forward, min(tiles * B * H, processors(q.device)), {"CUT": cut}, blocks)
     copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
     numbers = {"T": T, "S": S, "H": H, "KV_GROUP": H // Hkv, "num_m": tiles, "num_bh": B * H, "group": group}
-    absent = {} if shape.rest else dict.fromkeys(("qx_desc", "kx_desc", "vx_desc", "ox_desc", "rx_desc"))
-    return ForwardPlan(launch, copies, numbers | absent, shape.rest > 0)
+    return ForwardPlan(launch, copies, numbers, shape.rest > 0)
 
 
 def edge_kind(options: Options, documents: Documents) -> int:
@@ -273,9 +272,9 @@ def launch_forward(
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    by_tma = (q, k, v, o, o if residual is None else residual)
+    by_tma = (q, k, v, o, residual)
     plan.launch(
-        *by_tma * (1 + plan.rest), c=Gates(c_hi, c_lo), lse=lse2, start=None if starts is None else starts[0],
-        counter=counter, scale=scale * LOG2_E, **plan.numbers,
+        *by_tma, *(by_tma if plan.rest else [None] * 5), c=Gates(c_hi, c_lo), lse=lse2,
+        start=None if starts is None else starts[0], counter=counter, scale=scale * LOG2_E, **plan.numbers,
     )  # fmt: skip
     return o, lse2

@@ -120,8 +120,8 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
                 rounded = p.to(dtype)
                 mbarrier.wait(bars.v_full.index(s), (it // NB) & 1)
                 lost_of_p = (p - widened(rounded)).to(dtype)
-                acc, acc_x = times_v(lost_of_p, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
-                acc, acc_x = times_v(rounded, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+                acc, acc_x = times_v(lost_of_p, smem, s, acc, acc_x, P_L, PX_L, BN, D, DX)
+                acc, acc_x = times_v(rounded, smem, s, acc, acc_x, P_L, PX_L, BN, D, DX)
                 mbarrier.arrive(bars.v_empty.index(s), count=1)
                 _turn(w, NC, False)
                 _turn(w, NC, True)
@@ -142,7 +142,7 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
             rounded = p.to(dtype)
             lost_of_p = (p - widened(rounded)).to(dtype)
             mbarrier.wait(bars.v_full.index(s), (it // NB) & 1)
-            acc, acc_x = times_v(lost_of_p, smem.v.index(s), smem.vx.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+            acc, acc_x = times_v(lost_of_p, smem, s, acc, acc_x, P_L, PX_L, BN, D, DX)
             pr = gl.convert_layout(rounded, P_L)
 
         if NC == 3:  # else the compiler puts a barrier in front of every wait for v below
@@ -226,8 +226,8 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
         tma_store(o_desc, [b, row0 + w * 64, h, 0], smem.o.index(w))
         if DX:
             tma_store(ox_desc, [b, row0 + w * 64, h, D], smem.ox.index(w))
-        if CUT.HAS_RESIDUAL:
-            if D == 128:  # no room for a buffer of its own
+        if r_desc is not None:
+            if D == 128:  # the residual's buffer is o's
                 tma.store_wait(0)
             smem.r.index(w).reshape([64, D]).store(lost(acc, dtype))
             if DX:

@@ -23,7 +23,7 @@ PRODUCER_WARPS = gl.constexpr(4)
 
 
 class Memory(NamedTuple):
-    """Buffers in shared memory; x: of the head dim's second block of columns, where there is one."""
+    """Buffers in shared memory; x: of the head dim's second block of columns. None where there is nothing to hold."""
 
     q: Any
     k: Any
@@ -66,31 +66,30 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
     D: gl.constexpr = CUT.D
     DX: gl.constexpr = CUT.DX
     NB: gl.constexpr = CUT.NB
-    HAS_RESIDUAL: gl.constexpr = CUT.HAS_RESIDUAL
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QB: gl.constexpr = 2 if D == 64 and DX == 0 else 1  # slots of q
     q_s = gl.allocate_shared_memory(q_desc.dtype, [QB * NC, 1, 64, 1, D], q_desc.layout)
     o_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
-    r_s = o_s
-    if HAS_RESIDUAL and D == 64:
-        r_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
+    r_s = None
+    if r_desc is not None:
+        r_s = o_s  # with 128 columns there is no room for a buffer of its own
+        if D == 64:
+            r_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, D], v_desc.layout)
+    qx_s = None
+    kx_s = None
+    vx_s = None
+    ox_s = None
+    rx_s = None
     if DX:
         qx_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], qx_desc.layout)
         ox_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], ox_desc.layout)
-        rx_s = ox_s
-        if HAS_RESIDUAL:
+        if r_desc is not None:
             rx_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], ox_desc.layout)
         kx_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, DX], kx_desc.layout)
         vx_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, DX], vx_desc.layout)
-    else:
-        qx_s = q_s
-        ox_s = o_s
-        rx_s = o_s
-        kx_s = k_s
-        vx_s = v_s
     d_s = gl.allocate_shared_memory(gl.float32, [QB * NC, 64], VECTOR)
     dl_s = gl.allocate_shared_memory(gl.float32, [QB * NC, 64], VECTOR)
     b_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)

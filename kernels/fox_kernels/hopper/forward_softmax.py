@@ -66,12 +66,13 @@ def softmax(s, scale, rest, m_i, l_i, BN: gl.constexpr):
 
 
 @gluon.jit
-def times_v(p, v, vx, acc, acc_x, P_L: gl.constexpr, PX_L: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+def times_v(p, smem, s, acc, acc_x, P_L: gl.constexpr, PX_L: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
             DX: gl.constexpr):  # fmt: skip
-    """acc, and acc_x of the head dim's second block, with the weights p times V added."""
-    acc = warpgroup_mma(gl.convert_layout(p, P_L), v.reshape([BN, D]), acc, is_async=True)
+    """acc, and acc_x of the head dim's second block, with the weights p times V of slot s added."""
+    acc = warpgroup_mma(gl.convert_layout(p, P_L), smem.v.index(s).reshape([BN, D]), acc, is_async=True)
     if DX:
-        acc_x = warpgroup_mma(gl.convert_layout(p, PX_L), vx.reshape([BN, DX]), acc_x, is_async=True)
+        vx = smem.vx.index(s).reshape([BN, DX])
+        acc_x = warpgroup_mma(gl.convert_layout(p, PX_L), vx, acc_x, is_async=True)
         acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -69,8 +69,8 @@ class Runner:
     """Runs a compiled kernel on the current device and stream.
 
     Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
-    TensorDescriptor. Triton's own way to a launch makes five Python calls and looks at all arguments again. With
-    `short`, the launch in C is called directly; not while launch hooks are in use.
+    TensorDescriptor, or None for one that is None. Triton's own way to a launch makes five Python calls and looks at
+    all arguments again. With `short`, the launch in C is called directly; not while launch hooks are in use.
     """
 
     def __init__(self, compiled, constants: tuple, described: tuple = ()):
@@ -78,12 +78,14 @@ class Runner:
         launcher, fills = compiled.run, []
         known = KNOWN and type(launcher).__name__ == "CudaLauncher"
         if known and described:
-            fills = fillings(compiled, [Described(None, *how) for how in described])
+            fills = fillings(compiled, [Described(None, *how) for how in described if how is not None])
         self.short = known and None not in fills and not (launcher.global_scratch_size or launcher.profile_scratch_size)
         self.short = self.short and not getattr(launcher, "gsan_enabled", False)  # Triton's sanitizer adds arguments
         if not self.short:
             return
-        self.go, self.fills, self.device = launcher.launch, fills, torch.cuda.current_device()
+        self.go, self.device = launcher.launch, torch.cuda.current_device()
+        filled = iter(fills)
+        self.fills = [None if how is None else next(filled) for how in described]
         if described:
             # behind Triton's wrapper, which fills descriptors: the launch in C, and the function in C that fills one
             self.go = self.go.__closure__[self.go.__code__.co_freevars.index("launcher")].cell_contents
@@ -99,11 +101,15 @@ class Runner:
 
     def __call__(self, grid: tuple, copied: tuple, arguments: tuple, passed: tuple | None = None) -> None:
         if not self.short or watched():
-            blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+            blocks = [how and Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
             return
         blocks = []
-        for x, (how, sizes) in zip(copied, self.fills, strict=True):
+        for x, fill in zip(copied, self.fills, strict=True):
+            if fill is None:
+                blocks.append(None)
+                continue
+            how, sizes = fill
             blocks.append(self.fill(x.data_ptr(), *how))
             blocks += sizes
         stream = torch._C._cuda_getCurrentRawStream(self.device)

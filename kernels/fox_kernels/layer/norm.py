@@ -26,16 +26,16 @@ def inverse_rms(x, known, eps, D: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def head_norm_kernel(
     x_ptr, gain_ptr, logit_ptr, y_ptr, sx_n, sx_h, sl_n, N, H, eps,
-    NORM: tl.constexpr, GATE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     d = tl.arange(0, COLUMNS)[None, :]
     here = (n < N) & (d < D)
     x = tl.load(x_ptr + n * sx_n + h * sx_h + d, mask=here, other=0.0).to(tl.float32)
-    if NORM:
+    if gain_ptr is not None:
         x = x * inverse_rms(x, n < N, eps, D) * tl.load(gain_ptr + h * D + d, mask=d < D, other=0.0)
-    if GATE:
+    if logit_ptr is not None:
         x = x * 2.0 * tl.sigmoid(tl.load(logit_ptr + n * sl_n + h * D + d, mask=here, other=0.0).to(tl.float32))
     tl.store(y_ptr + (n * H + h) * D + d, x.to(y_ptr.dtype.element_ty), mask=here)
 
@@ -44,12 +44,12 @@ def head_norm_kernel(
 def head_norm_backward_kernel(
     dy_ptr, x_ptr, gain_ptr, logit_ptr, dx_ptr, dgain_ptr, dlogit_ptr,
     sd_n, sd_h, sx_n, sx_h, sl_n, N, H, steps, eps,
-    NORM: tl.constexpr, GATE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = (tl.program_id(0) % H).to(tl.int64)
     split = tl.program_id(0) // H
     d = tl.arange(0, COLUMNS)[None, :]
-    if NORM:
+    if gain_ptr is not None:
         gain = tl.load(gain_ptr + h * D + d, mask=d < D, other=0.0)
     dgain = tl.zeros([COLUMNS], tl.float32)
     for step in range(steps):
@@ -57,23 +57,23 @@ def head_norm_backward_kernel(
         here = (n < N) & (d < D)
         x = tl.load(x_ptr + n * sx_n + h * sx_h + d, mask=here, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + n * sd_n + h * sd_h + d, mask=here, other=0.0).to(tl.float32)
-        if NORM:
+        if gain_ptr is not None:
             r = inverse_rms(x, n < N, eps, D)
             x = x * r
-        if GATE:
+        if logit_ptr is not None:
             s = tl.sigmoid(tl.load(logit_ptr + n * sl_n + h * D + d, mask=here, other=0.0).to(tl.float32))
-            if NORM:
+            if gain_ptr is not None:
                 dlogit = dy * x * gain * 2.0 * s * (1.0 - s)
             else:
                 dlogit = dy * x * 2.0 * s * (1.0 - s)
             tl.store(dlogit_ptr + (n * H + h) * D + d, dlogit.to(dlogit_ptr.dtype.element_ty), mask=here)
             dy = dy * 2.0 * s
-        if NORM:
+        if gain_ptr is not None:
             dgain += tl.sum(dy * x, 0)
             dy = dy * gain
             dy = r * (dy - x * (tl.sum(dy * x, 1) / D)[:, None])
         tl.store(dx_ptr + (n * H + h) * D + d, dy.to(dx_ptr.dtype.element_ty), mask=here)
-    if NORM:
+    if gain_ptr is not None:
         column = tl.arange(0, COLUMNS)
         tl.store(dgain_ptr + (split * H + h) * D + column, dgain, mask=column < D)
 
@@ -92,11 +92,9 @@ def _forward(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -
     N, H, D = x.shape
     y = torch.empty(N, H, D, dtype=x.dtype, device=x.device)
     if y.numel():
-        arguments = (
-            x, x if gain is None else gain, x if logit is None else logit, y, x.stride(0), x.stride(1),
-            0 if logit is None else logit.stride(0), N, H, eps,
-        )  # fmt: skip
-        constants = (gain is not None, logit is not None, D, power_of_2(D), rows_per_program(D))
+        logit_stride = None if logit is None else logit.stride(0)
+        arguments = (x, gain, logit, y, *x.stride()[:2], logit_stride, N, H, eps)
+        constants = (D, power_of_2(D), rows_per_program(D))
         launch(head_norm_kernel, (-(-N // rows_per_program(D)) * H,), arguments, constants)
     return y
 
@@ -111,12 +109,10 @@ def _backward(dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, 
     steps = -(-N // (rows_per_program(D) * SPLITS))
     splits = -(-N // (rows_per_program(D) * steps))
     dgain = None if gain is None else torch.empty(splits, H, D, dtype=torch.float32, device=x.device)
-    arguments = (
-        dy, x, x if gain is None else gain, x if logit is None else logit, dx, dx if dgain is None else dgain,
-        dx if dlogit is None else dlogit, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-        0 if logit is None else logit.stride(0), N, H, steps, eps,
-    )  # fmt: skip
-    constants = (gain is not None, logit is not None, D, power_of_2(D), rows_per_program(D))
+    logit_stride = None if logit is None else logit.stride(0)
+    strides = (*dy.stride()[:2], *x.stride()[:2], logit_stride)
+    arguments = (dy, x, gain, logit, dx, dgain, dlogit, *strides, N, H, steps, eps)
+    constants = (D, power_of_2(D), rows_per_program(D))
     launch(head_norm_backward_kernel, (splits * H,), arguments, constants)
     return dx, None if dgain is None else dgain.sum(0), dlogit
 

@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.blocks import Columns, decayed, load_rows, lowest, partial_sums, place, scaled, visible
+from ..common.blocks import (
+    Columns,
+    decayed,
+    ends_of_sinks,
+    expanded,
+    load_rows,
+    lowest,
+    partial_sums,
+    place,
+    scaled,
+    visible,
+)
 from ..common.first_weights import BLOCK as LOST_ROWS
 from ..common.groups import Bounds, Facts, Gates
 
@@ -27,22 +38,20 @@ class KeyBlock(NamedTuple):
 
 
 @triton.jit
-def query_range(
-    bounds, n0, last_key, sinky, T, S, q_offset, window, BM: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr
-):
+def query_range(bounds, n0, last_key, sinky, T, S, q_offset, window, BM: tl.constexpr):
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
     low, full_low = tl.maximum(n0 - q_offset, 0), tl.maximum(last_key + 1 - q_offset, 0)
     high, full_high = T, T
-    if STARTS:
+    if bounds.start is not None:
         end, first_end = tl.load(bounds.end + last_key), tl.load(bounds.end + n0)
         high = tl.minimum(high, tl.where(end < S, end - q_offset, T))
         full_high = tl.minimum(full_high, tl.where(first_end < S, first_end - q_offset, T))
         full_high = tl.where(tl.load(bounds.start + n0) > n0, 0, full_high)
         high = tl.where(tl.load(bounds.start + last_key) > last_key, 0, high)
-    if LOWER == 1:
+    if window is not None:
         high = tl.where(sinky, high, tl.minimum(high, last_key + window - q_offset))
         full_high = tl.minimum(full_high, n0 + window - q_offset)
-    if LOWER == 2:
+    if bounds.unseen_from is not None:
         high = tl.where(sinky, high, tl.minimum(high, tl.load(bounds.unseen_from + last_key)))
         full_high = tl.minimum(full_high, tl.load(bounds.unseen_from + n0))
     full_high = tl.where(sinky, 0, full_high)
@@ -86,20 +95,20 @@ def _dkdv_block(
         do1 = load_rows(do, b, h, m0, strides.do.token, offs_m, columns.second, T, MASKED, TMA)
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
-    s, tanh = scaled(s, scale, PROBLEM.cap)
+    s, tanh = scaled(s, scale, PROBLEM.exact_tanh)
     if MASKED:
-        start = tl.zeros_like(t)
-        if PROBLEM.starts:
+        start, is_sink, sink_bias = None, None, 0.0
+        if bounds.start is not None:
             start = tl.load(bounds.start + pos)
-        if PROBLEM.sink:
+        if sink is not None:
+            is_sink = j[:, None] < ends_of_sinks(pos, start, sink)[None, :]
             sink_bias = (0.0 - tl.load(row + 3 * TP, mask=t < T, other=0.0))[None, :]
-        else:
-            sink_bias = 0.0
-        s = decayed(s, e_hi[None, :], e_lo[None, :], bias.hi[:, None], bias.lo[:, None],
-                    j[:, None] < start[None, :] + sink, sink_bias, PROBLEM.sink)  # fmt: skip
+        s = decayed(
+            s, e_hi[None, :], e_lo[None, :], bias.hi[:, None], bias.lo[:, None], is_sink, sink_bias
+        )  # fmt: skip
         i = (q_offset + t)[None, :]
-        lower = lowest(bounds.first_seen, t, T, S, q_offset, window, PROBLEM.lower)[None, :]
-        seen = visible(i, j[:, None], start[None, :], lower, S, sink, PROBLEM.starts, PROBLEM.lower)
+        lower = expanded(lowest(bounds.first_seen, t, T, S, q_offset, window), 0)
+        seen = visible(i, j[:, None], expanded(start, 0), lower, is_sink, S)
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
@@ -113,7 +122,7 @@ def _dkdv_block(
     else:
         counted = ds
     column_sum += tl.sum(counted, 1) if len(column_sum.shape) == 1 else partial_sums(counted)
-    if PROBLEM.cap:
+    if scale.softcap2 is not None:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(q0.dtype)
     dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
@@ -139,7 +148,7 @@ def dkdv_kernel(
     heads = H // PROBLEM.group
     b, h_kv = kv // heads, kv % heads
     start, end = bounds.start, bounds.end
-    if PROBLEM.starts:
+    if start is not None:
         start += b * S
         end += b * S
 
@@ -147,12 +156,12 @@ def dkdv_kernel(
     columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
     j = n0 + offs_n
     last_key = tl.minimum(n0 + BN, S) - 1
-    is_sink = j < 0
-    if PROBLEM.sink:
+    sinky = False
+    if sink is not None:
         is_sink = j < sink
-        if PROBLEM.starts:
+        if start is not None:
             is_sink = j < tl.load(start + j, mask=j < S, other=0) + sink
-    sinky = tl.max(is_sink.to(tl.int32), 0) > 0
+        sinky = tl.max(is_sink.to(tl.int32), 0) > 0
 
     if TMA < 3:
         k += b * strides.k.batch + h_kv * strides.k.head
@@ -188,12 +197,11 @@ def dkdv_kernel(
         of_head = Facts(of_rows, records, facts.row_sums)
         c_head = Gates(c.hi + bh * S, c.lo + bh * S)
         first_seen, unseen_from = bounds.first_seen, bounds.unseen_from
-        if PROBLEM.lower == 2:
+        if first_seen is not None:
             first_seen += bh * T
             unseen_from += bh * S
         hidden = Bounds(start, end, first_seen, unseen_from)
-        low, mid_low, mid_high, high = query_range(
-            hidden, n0, last_key, sinky, T, S, q_offset, window, BM, PROBLEM.starts, PROBLEM.lower)  # fmt: skip
+        low, mid_low, mid_high, high = query_range(hidden, n0, last_key, sinky, T, S, q_offset, window, BM)
         c_j = Gates(tl.load(c_head.hi + j, mask=j < S, other=0.0), tl.load(c_head.lo + j, mask=j < S, other=0.0))
         ref = Gates(tl.load(c_head.hi + last_key), tl.load(c_head.lo + last_key))
         key_bias = (ref.hi - c_j.hi) + (ref.lo - c_j.lo)
@@ -216,7 +224,7 @@ def dkdv_kernel(
         dk0, dv0, dk1, dv1, column_sum = sums
         if TMA == 2:
             column_sum = tl.sum(column_sum, 1)
-        if PROBLEM.sink:
+        if sink is not None:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset
         own = tl.load(facts.row_sums + bh * T + t, mask=(t >= 0) & (t < T), other=0.0)

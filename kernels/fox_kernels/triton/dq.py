@@ -12,6 +12,8 @@ from ..common.blocks import (
     Columns,
     Queries,
     c_at,
+    ends_of_sinks,
+    extremes,
     gates_of_keys,
     key_range,
     load_rows,
@@ -20,16 +22,17 @@ from ..common.blocks import (
     masked_blocks,
     partial_sums,
     place,
-    query_facts,
     scores,
+    sinks_among,
+    starts_of,
 )
 from ..common.groups import Gates
 
 
 @triton.jit
 def _dq_block(
-    b, h, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, lift, lse, delta, c, relative, S, sink, scale,
-    sums, MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
+    b, h, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, lift, lse, delta, c, relative, S, scale, sums,
+    MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts). sums: dq, and ds by row."""
     BN: tl.constexpr = TILE.block_n
@@ -49,18 +52,18 @@ def _dq_block(
         v1 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.second, S, MASKED, TMA)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-    s, tanh = scores(s, keys, rows, S, sink, scale, MASKED, PROBLEM)
+    s, tanh = scores(s, keys, rows, S, scale, MASKED, PROBLEM)
     p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * dp
     if MASKED:
         # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.
         still = keys.pos[None, :] == rows.pos[:, None]
-        if PROBLEM.sink:
-            still = still | (keys.pos[None, :] < rows.start[:, None] + sink)
+        if rows.sinks_end is not None:
+            still = still | sinks_among(keys, rows)
         row_sums += partial_sums(tl.where(still, 0.0, ds))
     else:
         row_sums += partial_sums(ds)
-    if PROBLEM.cap:
+    if scale.softcap2 is not None:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(k0.dtype)
     dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
@@ -99,19 +102,20 @@ def dq_kernel(
     c = Gates(c.hi + bh * S, c.lo + bh * S)
     relative += bh * SP
     starts, first_seen = bounds.start, bounds.first_seen
-    if PROBLEM.starts:
+    if starts is not None:
         starts += b * S
-    if PROBLEM.lower == 2:
+    if first_seen is not None:
         first_seen += bh * T
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
-    pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
-    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
+    pos, mask = q_offset + m0 + offs_m, m0 + offs_m < T
+    start = starts_of(starts, pos, mask, S)
+    least, greatest = extremes(start, mask, S)
+    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
+    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN)
 
-    mask = m0 + offs_m < T
     do0 = load_rows(do, row_b, row_h, m0, strides.do.token, offs_m, columns.first, T, True, TMA > 1)
     o0 = load_rows(o, row_b, row_h, m0, strides.o.token, offs_m, columns.first, T, True, False)
     o0 = o0.to(tl.float32)
@@ -139,7 +143,7 @@ def dq_kernel(
         q1 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.second, T, True, TMA > 1)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sums = tl.zeros([BM, 8], tl.float32)
-    rows = Queries(pos, start, lower, c_at(c, pos, S))
+    rows = Queries(pos, start, lower, ends_of_sinks(pos, start, sink), c_at(c, pos, S))
     ref = c_at(c, q_offset + m0, S)
     lse = tl.where(empty, 0.0, lse)
 
@@ -169,7 +173,7 @@ def dq_kernel(
         n0 = masked_block(it, blocks) * BN
         sums = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, 0.0, lse, delta, c, relative, S,
-            sink, scale, sums, True, PROBLEM, TILE)  # fmt: skip
+            scale, sums, True, PROBLEM, TILE)  # fmt: skip
     lse -= (rows.c.hi - ref.hi) + (rows.c.lo - ref.lo)
     for it in range(blocks.mid_high - blocks.mid_low):
         n0 = (blocks.mid_high - 1 - it) * BN
@@ -177,7 +181,7 @@ def dq_kernel(
         lift = (ref.hi - last.hi) + (ref.lo - last.lo)
         sums = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k, v, strides, offs_n, columns, rows, lift, lse, delta, c, relative, S,
-            sink, scale, sums, False, PROBLEM, TILE)  # fmt: skip
+            scale, sums, False, PROBLEM, TILE)  # fmt: skip
 
     dq0, dq1, row_sums = sums
     tl.store(facts.row_sums + bh * T + m0 + offs_m, tl.sum(row_sums, 1), mask=mask)

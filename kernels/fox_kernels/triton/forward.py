@@ -18,12 +18,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.blocks import (
-    LOG2_E,
     Columns,
     Queries,
     c_at,
-    cap_factors,
-    cap_kind,
+    ends_of_sinks,
+    exact_tanh,
+    extremes,
     gates_of_keys,
     key_range,
     load_rows,
@@ -32,11 +32,12 @@ from ..common.blocks import (
     masked_blocks,
     partial_sums,
     place,
-    query_facts,
+    scale_of,
     scores,
+    starts_of,
 )
 from ..common.cumsum import block_relative
-from ..common.groups import Bounds, Gates, InputStrides, Output, Problem, Scale, Strides
+from ..common.groups import Bounds, Gates, InputStrides, Output, Problem, Strides
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
 from ..host.strides import aligned, describable, source
@@ -60,7 +61,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def _attend(
-    b, h, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, row, S, sink, scale, state,
+    b, h, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, row, S, scale, state,
     MASKED: tl.constexpr, PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
@@ -79,7 +80,7 @@ def _attend(
     if D1 > 0:
         k1 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.second, S, MASKED, TMA)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    s, _tanh = scores(s, keys, rows, S, sink, scale, MASKED, PROBLEM)
+    s, _tanh = scores(s, keys, rows, S, scale, MASKED, PROBLEM)
     if MASKED:
         largest = tl.max(s, 1)
     else:  # two chains of maxima, and of sums below: a long chain takes time, not the number of operations
@@ -142,17 +143,19 @@ def forward_kernel(
     c = Gates(c.hi + bh * S, c.lo + bh * S)
     relative_row = (bh * SP).to(tl.int32) if TILE.gates_by_tma else bh * SP
     starts, first_seen = bounds.start, bounds.first_seen
-    if PROBLEM.starts:
+    if starts is not None:
         starts += b * S
-    if PROBLEM.lower == 2:
+    if first_seen is not None:
         first_seen += bh * T
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     columns = Columns(tl.arange(0, D0), D0 + tl.arange(0, D1 if D1 > 0 else D0))
-    pos, start, least, greatest = query_facts(starts, m0, offs_m, T, S, q_offset, PROBLEM.starts)
-    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window, PROBLEM.lower)
+    pos, mask = q_offset + m0 + offs_m, m0 + offs_m < T
+    start = starts_of(starts, pos, mask, S)
+    least, greatest = extremes(start, mask, S)
+    lower = lowest(first_seen, m0 + offs_m, T, S, q_offset, window)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
-    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, PROBLEM.lower)
+    blocks = key_range(m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN)
 
     q0 = load_rows(q, row_b, row_h, m0, strides.q.token, offs_m, columns.first, T, True, TMA > 1)
     q1 = q0
@@ -164,14 +167,14 @@ def forward_kernel(
     none = tl.full([BM], float("-inf"), tl.float32)
     zero = tl.zeros([BM], tl.float32)
     state = Softmax(acc0, acc1, none, none, zero, zero)
-    rows = Queries(pos, start, lower, c_at(c, pos, S))
+    rows = Queries(pos, start, lower, ends_of_sinks(pos, start, sink), c_at(c, pos, S))
     ref = c_at(c, q_offset + m0, S)
 
     for it in range(masked_blocks(blocks)):
         n0 = masked_block(it, blocks) * BN
         state = _attend(
-            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, 0.0, c, relative, relative_row, S, sink,
-            scale, state, True, PROBLEM, TILE)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, 0.0, c, relative, relative_row, S, scale,
+            state, True, PROBLEM, TILE)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     acc0, acc1, top, m, l, weight = state
@@ -197,13 +200,12 @@ def forward_kernel(
         if TILE.gates_by_tma:
             last = c_at(c, tl.maximum(n0 - 1, 0), S)
         state = _attend(
-            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, relative_row, S, sink,
-            scale, state, False, PROBLEM, TILE)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, k, v, strides, offs_n, columns, rows, lift, c, relative, relative_row, S, scale,
+            state, False, PROBLEM, TILE)  # fmt: skip
 
     empty = state.l == 0  # NaN isn't
     l = tl.where(empty, 1.0, state.l)
     lse = tl.where(empty, float("-inf"), (state.m + shift) + tl.log2(l))
-    mask = m0 + offs_m < T
     tl.store(out.lse + bh * T + m0 + offs_m, lse, mask=mask)
     weight = tl.where(empty, 1.0, state.weight)
     at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
@@ -216,14 +218,14 @@ def shared_arguments(q, k, options: Options, documents: Documents) -> dict:
     """Return by name what all three kernels take of a problem, but for its tensors; documents with their edges."""
     scale, window, sink, softcap, _ = options
     d0, d1 = split_head_dim(q.shape[-1])
-    lower = 2 if documents.first_seen is not None else int(window is not None)
     start = None if documents.edges is None else documents.edges[0]
     return {
         "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "q_offset": k.shape[1] - q.shape[1],
-        "window": window or 0, "sink": sink, "scale": Scale(None, scale * LOG2_E, *cap_factors(softcap)),
+        "window": window if documents.first_seen is None else None,  # else first_seen knows it
+        "sink": sink or None, "scale": scale_of(scale, softcap),
         "bounds": Bounds(start, first_seen=documents.first_seen),
         "PROBLEM": Problem(
-            q.shape[2] // k.shape[2], d0, d1, start is not None, lower, sink > 0, cap_kind(softcap, q.dtype),
+            q.shape[2] // k.shape[2], d0, d1, exact_tanh(softcap, q.dtype),
             "ieee" if q.dtype == torch.float32 else "tf32",
         ),
     }  # fmt: skip
