@@ -92,10 +92,7 @@ def needle(
     ] = 5,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            help="easy (the needle holds question and answer), standard, or all; one or more. [default: easy]",
-            show_default=False,
-        ),
+        typer.Option(help="easy (the needle holds question and answer), standard, or both. [default: easy]"),
     ] = None,
     trials: Annotated[
         int, typer.Option(min=1, metavar="N", help="Prompts per length and depth, each of another text.")
@@ -126,8 +123,8 @@ def needle(
             f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
             f"takes {ALLOWED}"
         ) from None
-    if unknown := [name for name in mode or () if name not in ("easy", "standard", "all")]:
-        raise ValueError(f"mode must be one of easy, standard, or all; got {unknown[0]!r}")
+    if unknown := [name for name in mode or () if name not in ("easy", "standard")]:
+        raise ValueError(f"mode must be one of easy, standard; got {unknown[0]!r}")
     look([model, *(against or ())], data)
     from retrofox.evaluation.needle import needle as run
 

@@ -83,19 +83,15 @@ def recipe_file(recipe: str | os.PathLike[str]) -> Path:
 
 
 def copy(name: str, out: Path | None = None) -> Path:
-    """Writes a shipped recipe to `out` (a file, or a directory to put it in; None = here) and returns the file.
-
-    A name without a suffix, of nothing that is there, is a new directory's, in one that is there.
+    """Writes a shipped recipe to `out` (a file, or a directory that is there; None = here) and returns the file.
 
     Raises:
         OSError: there is no such recipe, or the file exists, or can't be written.
     """
     recipe = named(name)
     target = Path() if out is None else out
-    if target.is_dir() or not (target.suffix or target.exists()):
+    if target.is_dir():
         target = target / recipe.file.name
-    if not target.parent.is_dir():
-        target.parent.mkdir()  # one new directory, not the path to it
     try:
         with open(target, "x", encoding="utf-8") as stream:
             stream.write(recipe.text)

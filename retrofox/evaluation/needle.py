@@ -59,7 +59,7 @@ def needle(
         data: files whose text is the haystack; it is repeated if shorter than twice the longest context.
         lengths: whole prompts' lengths in tokens, to which the answer comes.
         depths: where in the haystack the needle goes, 0 = its start, 1 = its end; a number spaces so many evenly.
-        mode: easy, standard, or several of them, or "all".
+        mode: easy, standard, or both.
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
 
@@ -75,10 +75,8 @@ def needle(
     if any(not 0 <= depth <= 1 for depth in places):
         raise ValueError(f"depths must be numbers from 0 (start) to 1 (end); got {places}")
     modes = list(dict.fromkeys([mode] if isinstance(mode, str) else mode))
-    if not {*modes} <= {*MODES, "all"}:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, or all; got {', '.join(modes)}")
-    if "all" in modes:
-        modes = list(MODES)
+    if not {*modes} <= {*MODES}:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {', '.join(modes)}")
     require_at_least(1, trials=trials, depths=len(places))
     sources, lengths = listed(data), list(dict.fromkeys(lengths))
     started = time.time()

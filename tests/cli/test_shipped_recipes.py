@@ -53,9 +53,9 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert code == 2
     assert "smollm2-lora.yaml exists: remove it or name another file" in " ".join(err.split())
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
-    assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
-    assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
-    code, out, _ = run("recipes", "cp", "smollm2-control", "folder/")
+    assert copy("accelerate/ddp", tmp_path / "launch.yaml").read_text() == named("accelerate/ddp").text
+    (tmp_path / "folder").mkdir()
+    code, out, _ = run("recipes", "cp", "smollm2-control", "folder")
     assert (code, out.strip()) == (0, "folder/smollm2-control.yaml")
 
 
