@@ -71,14 +71,11 @@ def look(models: Sequence[str], data: Sequence[str] | None = None) -> None:
         FileNotFoundError: a model or text is not there.
         ValueError: nothing readable in a directory of texts.
     """
-    from retrofox.config import Source
-    from retrofox.data.sources import resolve
+    from retrofox.data.windows import require_files
 
     for name in models:
         there(name)
-    for path in data or ():
-        if not path.startswith("hf:"):
-            resolve(Source(path=path))
+    require_files(data or ())
 
 
 def task_names(tasks: str | None, include_path: str | None) -> list[str]:

@@ -84,16 +84,13 @@ class DataConfig(Section):
         yield weighted, "weights are for texts to train on; held-out windows come evenly from all sources of eval"
 
     def read_as(self) -> list[Source]:
-        """The sources to train on, each with the field its text is in and its share of facts and questions."""
-        return [self._filled(source) for source in self.train]
-
-    def _filled(self, source: Source) -> Source:
-        if source.chat:
-            return source.model_copy(update={"fact_share": 0.0, "questions": 0.0})
-        facts = self.fact_share if source.fact_share is None else source.fact_share
-        asked = (self.questions if facts else 0.0) if source.questions is None else source.questions
-        text_field = source.text_field or self.text_field
-        return source.model_copy(update={"text_field": text_field, "fact_share": facts, "questions": asked})
+        """The sources to train on; those of texts have field and shares of facts and questions filled in."""
+        filled = []
+        for source in self.train:
+            given = source.model_dump(include={"text_field", "fact_share", "questions"}, exclude_none=True)
+            shared = {"text_field": self.text_field, "fact_share": self.fact_share, "questions": self.questions}
+            filled.append(source if source.chat else source.model_copy(update=shared | given))
+        return filled
 
     @property
     def cache_dir(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.support.files import write_whole
+from retrofox.support.files import sha256_of, write_whole
 
 FORMAT = 1
 DIGESTS = "digests.json"
@@ -102,9 +101,5 @@ class Digests:
         key, status = str(path.resolve()), path.stat()
         stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         if self.known.get(key, [None])[0] != stamp:
-            digest = hashlib.sha256()
-            with open(path, "rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-            self.known[key] = [stamp, digest.hexdigest()]
+            self.known[key] = [stamp, sha256_of(path)]
         return self.known[key][1]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from retrofox.config import LoraConfig, Recipe, Stage, TaughtStage
 from retrofox.planning.shape import Shape, products
-from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, tokens_per_step
+from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, recomputed_layers, tokens_per_step
 
 NF4_BYTES = 0.52
 """Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
@@ -71,12 +71,6 @@ def adapter_parameters(shape: Shape, lora: LoraConfig) -> dict[str, int]:
     return found
 
 
-def recomputed(stage: Stage, layers: int) -> int:
-    """Layers whose activations are recomputed in the backward."""
-    which = stage.gradient_checkpointing
-    return {"none": 0, "full": layers}[which] if isinstance(which, str) else -(-layers // which)
-
-
 def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
     """Whether the original is there as a second model: where the stage learns from weights that have moved.
 
@@ -115,7 +109,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     }
 
     # numbers that autocast makes of float32 weights, or FSDP2 of its parts
-    again = recomputed(stage, shape.layers)
+    again = len(recomputed_layers(stage.gradient_checkpointing, shape.layers))
     mixed = recipe.precision != "fp32"
     copied = number * (trained / shape.layers if adapts else shape.in_layer) if mixed else 0.0
     copies = (shape.layers - again) * copied
@@ -197,7 +191,7 @@ def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[
     found = {}
     if stage.offload_activations and on.cuda:
         rows = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
-        gone = max(0, recomputed(stage, shape.layers) - 2)
+        gone = max(0, len(recomputed_layers(stage.gradient_checkpointing, shape.layers)) - 2)
         found["activations"] = float(gone * number * rows * shape.hidden)
     if is_paged(recipe.optim) and on.cuda:
         trained = sum(trained_parameters(shape, recipe.lora, stage).values())

@@ -74,6 +74,12 @@ def chunk_rows(vocabulary: int, cuda: bool) -> int:
     return max(64, 1 << (max(1, (2**28 if cuda else 2**24) // vocabulary).bit_length() - 1))
 
 
+def recomputed_layers(which: str | int, layers: int) -> range:
+    """Layers whose activations are recomputed in the backward: "none", "full", or every n-th."""
+    every = {"none": layers, "full": 1}[which] if isinstance(which, str) else which
+    return range(0, 0 if which == "none" else layers, every)
+
+
 def auto_tile(width: int) -> int:
     """Tokens of a tile with `tiled_mlp: auto`, 1024 or more: 2^27 elements of its widest tensor, which fill a GPU."""
     return max(1024, 1 << (max(1, 2**27 // width).bit_length() - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -46,6 +47,15 @@ def to_disk(stream: Any) -> None:
     """Waits until everything written is on the disk."""
     stream.flush()
     os.fsync(stream.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's content, hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

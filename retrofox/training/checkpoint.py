@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from retrofox.support.counts import size
-from retrofox.support.files import sync, write_json
+from retrofox.support.files import sha256_of, sync, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -52,10 +52,7 @@ def commit(directory: Path, note: dict[str, Any]) -> None:
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.name != MARKER:
             sync(path)
-            files[path.relative_to(directory).as_posix()] = {
-                "bytes": path.stat().st_size,
-                "sha256": _hash(path),
-            }
+            files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     for folder in (directory.parent, directory, *(path for path in directory.rglob("*") if path.is_dir())):
         sync(folder)
     values = {**note, "files": files}
@@ -81,7 +78,7 @@ def problem(directory: Path) -> str | None:
         return "its COMPLETE marker is damaged"
     for name, wanted in files.items():
         path = directory / name
-        if not path.is_file() or path.stat().st_size != wanted["bytes"] or _hash(path) != wanted["sha256"]:
+        if not path.is_file() or path.stat().st_size != wanted["bytes"] or sha256_of(path) != wanted["sha256"]:
             return f"{name} is missing, or not as it was written"
     return None
 
@@ -153,11 +150,3 @@ def saving(directory: Path, root: Path) -> Iterator[None]:
 def _hash_of(values: dict[str, Any]) -> str:
     """SHA-256 of JSON values, the same before they were written and after they were read."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

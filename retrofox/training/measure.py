@@ -14,7 +14,7 @@ import torch
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data.packed import IGNORE
-from retrofox.loading.device import PRECISIONS
+from retrofox.loading.device import PRECISIONS, resolve_device
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation, tokens_per_step
@@ -35,7 +35,7 @@ from retrofox.training.validate import preflight
 
 def check_here(recipe: Recipe) -> list[str]:
     """Refusals of `train` on this machine, one line each."""
-    return [str(error) for error in preflight(recipe, processes(), _device())]
+    return [str(error) for error in preflight(recipe, processes(), resolve_device(None))]
 
 
 def measure_here(recipe: Recipe, report: dict[str, Any]) -> None:
@@ -49,15 +49,11 @@ def measure_here(recipe: Recipe, report: dict[str, Any]) -> None:
             f"WORLD_SIZE={processes()} in one process: measuring takes as many processes, accelerate launch -m "
             "retrofox plan RECIPE --measure; or plan without --measure"
         )
-    device, config = _device(), trained_config(recipe)
+    device, config = resolve_device(None), trained_config(recipe)
     for stage, entry in zip(recipe.stages, report["stages"], strict=True):
         entry["measured"] = _measured(recipe, stage, config, device)
         hours = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
         entry["hours"], entry["hours_from"] = [hours, hours], "two steps measured here"
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float | None]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrofox.anatomy import causal_lm, decoder_layers
 from retrofox.config import Stage
-from retrofox.training.objectives import recomputed_layers
+from retrofox.planning.steps import recomputed_layers
 from retrofox.training.offload import Offload
 from retrofox.training.tiling import tile_modules
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
 from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
-from retrofox.planning.steps import chunk_rows
+from retrofox.planning.steps import chunk_rows, recomputed_layers
 from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
@@ -189,12 +189,6 @@ def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool, shards: 
             errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]
 
     return hook
-
-
-def recomputed_layers(which: str | int, layers: int) -> range:
-    """Layers whose activations are recomputed in the backward: "none", "full", or every n-th."""
-    every = {"none": layers, "full": 1}[which] if isinstance(which, str) else which
-    return range(0, 0 if which == "none" else layers, every)
 
 
 @contextlib.contextmanager

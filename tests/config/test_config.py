@@ -252,5 +252,5 @@ def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(re
     shares = ["data.fact_share=0.7", "data.questions=0.5", "data.eval=[held-out/]"]
     own = "data.train=[my-texts/, {path: plain/, fact_share: 0}, {path: b/, fact_share: 0.2, questions: 0.1}]"
     data = load_recipe(recipe_file, [*shares, own]).data
-    assert [(s.fact_share, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
+    assert [(s.fact_share, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.5), (0.2, 0.1)]
     assert [(s.fact_share, s.questions) for s in data.eval] == [(None, None)]
