@@ -234,7 +234,7 @@ def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
         "stages": [{"objective": "extend", "tokens": 100, "batch_tokens": 64, "sequence_length": 16}],
     }
     books, chat = Recipe.model_validate(recipe).data.read_as()
-    assert (books.fact_share, chat.fact_share, chat.chat) == (0.5, 0.0, True)
+    assert (books.fact_share, chat.fact_share, chat.chat) == (0.5, None, True)
     recipe["data"]["train"][1]["questions"] = 0.5
     with pytest.raises(ValueError, match="fact_share and questions change texts, not conversations"):
         Recipe.model_validate(recipe)
