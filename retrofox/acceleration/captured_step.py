@@ -13,7 +13,7 @@ import torch
 
 from retrofox.acceleration.fused_decoder_layer import ALONE, fused_layers
 from retrofox.acceleration.growing_cache import CACHE, GrowingLayer
-from retrofox.acceleration.static_cache import LEAST_ROOM, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
+from retrofox.acceleration.static_cache import LEAST_CAPACITY, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
 
 logger = logging.getLogger(__name__)
 _streams: dict[torch.device, Any] = {}
@@ -21,11 +21,11 @@ _streams: dict[torch.device, Any] = {}
 
 def reads_for(tokens: int) -> int:
     """Tokens that a step reads of a cache with up to this many: a power of two."""
-    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+    return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
 class Decoding:
-    """A model's decoding step over a cache of fixed rooms; inside `with`, the cache's layers are FixedLayers.
+    """A model's decoding step over a cache of fixed buffers; inside `with`, the cache's layers are FixedLayers.
 
     Attributes:
         end: tokens of the text so far; the cache gets back all but the last of them.
@@ -42,7 +42,7 @@ class Decoding:
         total: int,
     ):
         self.model, self.cache, self.end = model, cache, ids.shape[1]
-        self.fed, self.room = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
+        self.fed, self.capacity = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
         self.no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=ids.device)
         self.seq_start = None if mask is None or bool(mask.all()) else (~mask.bool()).cumprod(1).sum(1).to(torch.int32)
         next_position = torch.full_like(ids[:, -1:], self.fed) if positions is None else positions[:, -1:] + 1
@@ -65,10 +65,10 @@ class Decoding:
             held = source.keys.shape[2]
             if window not in self.by_window:
                 self.by_window[window] = SharedLength(self.lengths, held, self.fed - held, self.seq_start)
-            length, room = self.by_window[window], min(self.room, reads_for(self.fed + 1))
+            length, capacity = self.by_window[window], min(self.capacity, reads_for(self.fed + 1))
             if window is not None:
-                room = self.windows[window] = min(self.room, window + 2 + max(SHIFT_EVERY, window // 4))
-            layer = FixedLayer(source, length, room, attention.head_dim)
+                capacity = self.windows[window] = min(self.capacity, window + 2 + max(SHIFT_EVERY, window // 4))
+            layer = FixedLayer(source, length, capacity, attention.head_dim)
             fixed.append(layer)
         self.cache.layers[:] = fixed
         self._see()
@@ -82,10 +82,10 @@ class Decoding:
         self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.cache.layers]
 
     def _see(self) -> None:
-        """Sets how much of the rooms a step reads."""
+        """Sets how much of the buffers a step reads."""
         for window, length in self.by_window.items():
-            rooms = [layer.room for layer in self.cache.layers if layer.length is length]
-            length.reads = min(*rooms, self.windows[window] if window else reads_for(length.tokens + 1), rooms[0])
+            capacities = [layer.capacity for layer in self.cache.layers if layer.length is length]
+            length.reads = min(self.windows[window] if window else reads_for(length.tokens + 1), *capacities)
 
     def _make_room(self) -> None:
         """Before a step: makes room for one more token in the buffers, and in the part of them that is read."""
@@ -96,7 +96,7 @@ class Decoding:
             if window is None:
                 self.graph, self.warm = None, False
                 for layer in layers:
-                    layer.grow(min(self.room, reads_for(length.tokens + 1)))
+                    layer.grow(min(self.capacity, reads_for(length.tokens + 1)))
                 self._see()
             else:
                 left = length.tokens - (window + 1)  # one more than it shows: a step may be taken back
@@ -178,8 +178,9 @@ def _beside(device: torch.device) -> Iterator[None]:
     One thread at a time: launches of another would become part of the capture.
     """
     with ALONE:
-        stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)
-        _streams[device] = stream
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        stream = _streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield

@@ -44,11 +44,11 @@ class GrowingLayer(DynamicLayer):
         self._forget()
 
     @classmethod
-    def holding(cls, rooms: list[torch.Tensor], tokens: int) -> GrowingLayer:
-        """A layer whose keys, values and sums are the first `tokens` of `rooms`."""
+    def holding(cls, buffers: list[torch.Tensor], tokens: int) -> GrowingLayer:
+        """A layer whose keys, values and sums are the first `tokens` of `buffers`."""
         layer: Any = cls()
-        layer.dtype, layer.device, layer.is_initialized = rooms[0].dtype, rooms[0].device, True
-        layer._rooms, layer._writable = rooms, True
+        layer.dtype, layer.device, layer.is_initialized = buffers[0].dtype, buffers[0].device, True
+        layer._buffers, layer._writable = buffers, True
         layer._show(tokens)
         return layer
 
@@ -57,7 +57,7 @@ class GrowingLayer(DynamicLayer):
         self.keys: Any = None
         self.values: Any = None
         self.sums: Any = None
-        self._rooms: list[torch.Tensor] = []  # keys, values and sums, each (B, heads, tokens that fit, width)
+        self._buffers: list[torch.Tensor] = []  # keys, values and sums, each (B, heads, tokens that fit, width)
         self._length, self._writable = 0, False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
@@ -67,7 +67,7 @@ class GrowingLayer(DynamicLayer):
         self._check(wide)
         end = self._length + wide.shape[2]
         if self._fits(end) and appends(wide, value_states, log_f):
-            append(self._rooms, self._length, wide, value_states, log_f)
+            append(self._buffers, self._length, wide, value_states, log_f)
             self._show(end)
         else:
             self._append([wide, value_states, self._continued(log_f)], end)
@@ -84,21 +84,21 @@ class GrowingLayer(DynamicLayer):
 
     def _fits(self, end: int) -> bool:
         """Whether tokens up to `end` may be written where they belong."""
-        if not self._writable or torch.is_grad_enabled() or end > self._rooms[0].shape[2]:
+        if not self._writable or torch.is_grad_enabled() or end > self._buffers[0].shape[2]:
             return False
-        return torch.is_inference_mode_enabled() or not self._rooms[0].is_inference()
+        return torch.is_inference_mode_enabled() or not self._buffers[0].is_inference()
 
     def _check(self, new_keys: torch.Tensor) -> None:
         self._check_length()
-        if not self._rooms:
+        if not self._buffers:
             return
-        kept = self._rooms[0].shape
+        kept = self._buffers[0].shape
         if new_keys.shape[:2] != kept[:2] or new_keys.shape[3] != kept[3]:
             raise ValueError(
                 f"keys (rows, heads, tokens, width) of {tuple(new_keys.shape)} don't fit a cache of {tuple(kept)}: "
                 "see batch_repeat_interleave and batch_select_indices"
             )
-        if self._rooms[0].device != new_keys.device:
+        if self._buffers[0].device != new_keys.device:
             self._each(lambda x: x.to(new_keys.device))
 
     def _check_length(self) -> None:
@@ -118,42 +118,42 @@ class GrowingLayer(DynamicLayer):
 
     def _move(self, like: list[torch.Tensor], end: int) -> None:
         """Moves the tensors into buffers for `end` tokens and some more, with the width and dtype of `like`."""
-        old = [room[:, :, : self._length] for room in self._rooms]
+        old = [buffer[:, :, : self._length] for buffer in self._buffers]
         fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
-        self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
-        for room, x in zip(self._rooms, old, strict=False):
-            room[:, :, : self._length] = x
+        self._buffers = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
+        for buffer, x in zip(self._buffers, old, strict=False):
+            buffer[:, :, : self._length] = x
         self._writable = True
 
     def _append(self, new: list[torch.Tensor], end: int) -> None:
         recorded = torch.is_grad_enabled()
         if not self._fits(end):
             if recorded:
-                old = [room[:, :, : self._length] for room in self._rooms]
-                self._rooms = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)] if old else new
+                old = [buffer[:, :, : self._length] for buffer in self._buffers]
+                self._buffers = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)] if old else new
                 self._writable = False
             else:
                 self._move(new, end)
         if not recorded:
-            for room, x in zip(self._rooms, new, strict=True):
-                room.narrow(2, self._length, end - self._length).copy_(x)
+            for buffer, x in zip(self._buffers, new, strict=True):
+                buffer.narrow(2, self._length, end - self._length).copy_(x)
         self._show(end)
 
     def _show(self, length: int) -> None:
         self._length = length
-        self.keys, self.values, self.sums = (room.narrow(2, 0, length) for room in self._rooms)
+        self.keys, self.values, self.sums = (buffer.narrow(2, 0, length) for buffer in self._buffers)
 
     def _each(self, change: Any) -> None:
         """Applies `change` to every tensor kept; the first dimension of each is the batch."""
-        if self._rooms:
+        if self._buffers:
             self._check_length()
-            self._rooms = [change(room) for room in self._rooms]
+            self._buffers = [change(buffer) for buffer in self._buffers]
             self._writable = not torch.is_grad_enabled()
             self._show(self._length)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         super().crop(*args, **kwargs)
-        if self._rooms:
+        if self._buffers:
             self._show(self.keys.shape[2])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -32,15 +32,15 @@ def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink
     end = sink + max(lengths)
     fits = end + spare
     keys, values, sums = rows[0]
-    room = [x.new_empty(len(rows), 1, fits, x.shape[-1]) for x in (keys, values)]
-    room.append(sums.new_empty(len(rows), len(sums), fits, 1))
+    buffers = [x.new_empty(len(rows), 1, fits, x.shape[-1]) for x in (keys, values)]
+    buffers.append(sums.new_empty(len(rows), len(sums), fits, 1))
     for i, ((keys, values, sums), length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
         newest = end - length
-        for new, old in zip(room, (keys, values), strict=False):
+        for new, old in zip(buffers, (keys, values), strict=False):
             new[i, 0, :sink] = old[first : first + sink]
             new[i, 0, sink:newest] = 0
             new[i, 0, newest:end] = old[-length:]
-        c = room[2][i, :, :, 0]
+        c = buffers[2][i, :, :, 0]
         c[: len(c) // 2, :newest], c[len(c) // 2 :, :newest] = NEVER, 0
         c[:, newest:end] = sums[:, -length:]
-    return GrowingLayer.holding(room, end)
+    return GrowingLayer.holding(buffers, end)

@@ -9,7 +9,7 @@ import torch
 from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, summed, two_floats
 from retrofox.acceleration.installed_kernels import append, appends
 
-LEAST_ROOM = 256
+LEAST_CAPACITY = 256
 SHIFT_EVERY = 256  # tokens, at least: how often what has left a sliding window is written over
 
 
@@ -45,7 +45,7 @@ class SharedLength:
         position: (1, 1) int64: place of the running step's token in its row, padding included.
         seq_start: (B,) int32: first visible token of each row; None without padding.
         tokens: `on_device` as the host knows it.
-        reads: how much of the rooms a step reads, in tokens; a captured graph holds for one value.
+        reads: how much of the buffers a step reads, in tokens; a captured graph holds for one value.
     """
 
     def __init__(self, lengths: DeviceLengths, tokens: int, dropped: int, seq_start: torch.Tensor | None):
@@ -54,7 +54,7 @@ class SharedLength:
         self.seq_start = None if seq_start is None else (seq_start - dropped).clamp_min_(0)
 
     def shift(self, tokens: int) -> None:
-        """The first `tokens` are gone from the rooms."""
+        """The first `tokens` are gone from the buffers."""
         self.tokens -= tokens
         self.on_device.fill_(self.tokens)
         if self.seq_start is not None:
@@ -62,7 +62,7 @@ class SharedLength:
 
 
 class FixedLayer(GrowingLayer):
-    """A cache layer in rooms of a fixed size: `update` writes where the device-side length says.
+    """A cache layer in buffers of a fixed size: `update` writes where the device-side length says.
 
     It replaces a GrowingLayer, whose buffers it uses where they are large enough, or a transformers layer with a
     sliding window; `returned` gives the tokens back. For a sliding-window layer it keeps up to `window + SHIFT_EVERY`
@@ -71,7 +71,7 @@ class FixedLayer(GrowingLayer):
     Args:
         source: the layer to stand in for, not empty.
         length: shared by all layers of one length.
-        room: tokens to have room for.
+        capacity: tokens to have room for.
         head_dim: channels of a key.
 
     Attributes:
@@ -80,48 +80,48 @@ class FixedLayer(GrowingLayer):
 
     first: torch.Tensor | None = None
 
-    def __init__(self, source: Any, length: SharedLength, room: int, head_dim: int):
+    def __init__(self, source: Any, length: SharedLength, capacity: int, head_dim: int):
         super().__init__()
         self.source, self.length, self.head_dim = source, length, head_dim
         self.window = getattr(source, "sliding_window", None)
         held = self._taken(source)
         self.dtype, self.device, self.is_initialized = held[0].dtype, held[0].device, True
-        self._rooms, self._length = held, length.tokens
-        self.grow(room)
+        self._buffers, self._length = held, length.tokens
+        self.grow(capacity)
 
     def _taken(self, source: Any) -> list[torch.Tensor]:
         """The source's keys, values and sums."""
         if isinstance(source, GrowingLayer):
             source._check_length()
-            return list(source._rooms)
+            return list(source._buffers)
         batch, heads, tokens, _ = source.keys.shape
         count = source.twin.values.shape[-1] // (heads * self.head_dim)
         carried = source.twin.values[:, 0].view(batch, tokens, count, heads, self.head_dim).permute(0, 3, 1, 2, 4)
         sums = torch.cat(two_floats(summed(source.twin.keys[:, 0])), 1)[..., None]
         return [torch.cat([source.keys, carried.flatten(3).to(source.keys.dtype)], -1), source.values, sums]
 
-    def grow(self, room: int) -> None:
-        """Makes room for at least `room` tokens; what is not yet written is 0."""
+    def grow(self, capacity: int) -> None:
+        """Makes room for at least `capacity` tokens; what is not yet written is 0."""
         kept = self.length.tokens
         usable = isinstance(self.source, GrowingLayer) and self.source._writable
-        usable = usable and (torch.is_inference_mode_enabled() or not self._rooms[0].is_inference())
-        if self._rooms[0].shape[2] >= room and usable:
-            rooms = self._rooms
+        usable = usable and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference())
+        if self._buffers[0].shape[2] >= capacity and usable:
+            buffers = self._buffers
         else:
-            fits = -(-room // 64) * 64
-            rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in self._rooms]
-            for new, old in zip(rooms, self._rooms, strict=True):
+            fits = -(-capacity // 64) * 64
+            buffers = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in self._buffers]
+            for new, old in zip(buffers, self._buffers, strict=True):
                 new[:, :, :kept] = old[:, :, :kept]
-        for x in rooms:
+        for x in buffers:
             x[:, :, kept:] = 0
-        self._rooms = rooms
+        self._buffers = buffers
         if isinstance(self.source, GrowingLayer):  # the old ones go now, not at the end
-            self.source._rooms, self.source._writable = rooms, True
+            self.source._buffers, self.source._writable = buffers, True
             self.source._show(kept)
 
     @property
-    def room(self) -> int:
-        return self._rooms[0].shape[2]
+    def capacity(self) -> int:
+        return self._buffers[0].shape[2]
 
     def get_seq_length(self) -> int:
         return self.length.tokens
@@ -129,20 +129,20 @@ class FixedLayer(GrowingLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, wide, head_dim = self._taken_in(key_states)
         if appends(wide, value_states, log_f):
-            append(self._rooms, self.length.on_device, wide, value_states, log_f)
+            append(self._buffers, self.length.on_device, wide, value_states, log_f)
         else:
             self._write(wide, value_states, log_f)
-        self.keys, self.values, self.sums = (x[:, :, : self.length.reads] for x in self._rooms)
+        self.keys, self.values, self.sums = (x[:, :, : self.length.reads] for x in self._buffers)
         return self.keys[..., :head_dim], self.values
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, log_f: torch.Tensor) -> None:
         length = self.length.on_device.long()
-        high, low = self._rooms[2].index_select(2, (length - 1).clamp_min(0))[..., 0].chunk(2, 1)
+        high, low = self._buffers[2].index_select(2, (length - 1).clamp_min(0))[..., 0].chunk(2, 1)
         before = torch.where(length > 0, high.double() + low.double(), 0.0)
         c = torch.cat(two_floats(summed(log_f) + before), 1)[..., None]
         at = length + torch.arange(keys.shape[2], device=keys.device)
-        for room, x in zip(self._rooms, (keys, values, c), strict=True):
-            room.index_copy_(2, at, x)
+        for buffer, x in zip(self._buffers, (keys, values, c), strict=True):
+            buffer.index_copy_(2, at, x)
 
     @property
     def position(self) -> torch.Tensor:
@@ -154,14 +154,14 @@ class FixedLayer(GrowingLayer):
         return high, low
 
     def previous(self, count: int, head_dim: int) -> list[torch.Tensor]:
-        newest = self._rooms[0].index_select(2, self.length.on_device.long() - 1)[:, :, 0, -count * head_dim :]
+        newest = self._buffers[0].index_select(2, self.length.on_device.long() - 1)[:, :, 0, -count * head_dim :]
         return list(newest.split(head_dim, -1))
 
     def shift(self, tokens: int) -> None:
-        """Drops the first `tokens` from the rooms; the caller tells the length."""
+        """Drops the first `tokens` from the buffers; the caller tells the length."""
         kept = self.length.tokens - tokens
-        for room in self._rooms:
-            room[:, :, :kept] = room[:, :, tokens : tokens + kept].clone()
+        for buffer in self._buffers:
+            buffer[:, :, :kept] = buffer[:, :, tokens : tokens + kept].clone()
         if self.first is not None:
             self.first.sub_(tokens).clamp_min_(0)
 
@@ -173,7 +173,7 @@ class FixedLayer(GrowingLayer):
             return source
         end = self.length.tokens - ahead
         begin = max(0, end - self.window + 1)
-        keys, values, sums = (x[:, :, begin:end] for x in self._rooms)
+        keys, values, sums = (x[:, :, begin:end] for x in self._buffers)
         high, low = sums[..., 0].double().chunk(2, 1)
         c = high + low
         log_f = torch.diff(c, dim=-1, prepend=c[..., :1]).clamp_max(0.0) / LOG2_E

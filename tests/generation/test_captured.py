@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def fixed_on_cpu(monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(captured_step, "LEAST_ROOM", 32)  # rooms and reads grow within a test
+    monkeypatch.setattr(captured_step, "LEAST_CAPACITY", 32)  # buffers and reads grow within a test
     monkeypatch.setattr(captured_step, "SHIFT_EVERY", 4)
     return monkeypatch
 

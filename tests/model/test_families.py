@@ -211,8 +211,8 @@ def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
 
 
 def test_a_fixed_cache_gives_the_tokens_of_a_growing_one(fox, tokens, path, monkeypatch):
-    """The step that is captured on a GPU, uncaptured here; rooms grow and windows pass within the text."""
-    monkeypatch.setattr(captured_step, "LEAST_ROOM", 32)
+    """The step that is captured on a GPU, uncaptured here; buffers grow and windows pass within the text."""
+    monkeypatch.setattr(captured_step, "LEAST_CAPACITY", 32)
     monkeypatch.setattr(captured_step, "SHIFT_EVERY", 3)
     mask = torch.ones_like(tokens)
     mask[1, :7] = 0

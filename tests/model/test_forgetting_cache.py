@@ -113,13 +113,13 @@ def test_a_freed_key_is_never_read(pico_fox, monkeypatch):
     take, freed = ForgettingLayer._take, []
 
     def poisoned(self, groups, pairs):
-        old = [room for group in self.groups for room in group._rooms]
+        old = [buffer for group in self.groups for buffer in group._buffers]
         take(self, groups, pairs)
-        used = {room.data_ptr() for group in self.groups for room in group._rooms}
-        freed.extend(room.fill_(float("nan")) for room in old if room.data_ptr() not in used)
+        used = {buffer.data_ptr() for group in self.groups for buffer in group._buffers}
+        freed.extend(buffer.fill_(float("nan")) for buffer in old if buffer.data_ptr() not in used)
         for group in self.groups:
-            for room in group._rooms:
-                room[:, :, group.get_seq_length() :] = float("nan")
+            for buffer in group._buffers:
+                buffer[:, :, group.get_seq_length() :] = float("nan")
 
     monkeypatch.setattr(ForgettingLayer, "_take", poisoned)
     compared(pico_fox(**SPEC), (40, 1, 1, 30, 1))
