@@ -22,7 +22,8 @@ STATE = ("anneal_to", "anneal_tokens", "annealed_tokens", "layer_pairs", "base",
 def with_spec_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command with an option for each field of FoxSpec; those given arrive as `fox`, field -> text of its value."""
     hints = typing.get_type_hints(command, include_extras=True)
-    own = [parameter.replace(annotation=hints[name]) for name, parameter in _parameters(command).items()]
+    parameters = inspect.signature(command).parameters
+    own = [parameter.replace(annotation=hints[name]) for name, parameter in parameters.items()]
     options = [_option(name, about) for name, about in spec_fields().items()]
     at = next(number for number, parameter in enumerate(own) if parameter.name == "fox")
 
@@ -65,10 +66,6 @@ def spec_of(changes: list[str], options: dict[str, Any]) -> FoxSpec:
         parts = [read_yaml(text, flag) for text in ([given] if isinstance(given, str) else given)]
         values["fox"][name] = parts[0] if isinstance(given, str) else parts
     return read_fox(values["fox"])
-
-
-def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(command).parameters)
 
 
 def _flag(name: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrofox.support.files import sha256_of, write_whole
+from retrofox.support.files import sha256_of
 
 FORMAT = 1
 DIGESTS = "digests.json"
@@ -58,13 +58,7 @@ def is_complete(folder: Path, key: str) -> bool:
     try:
         read_shard(folder, key).check(folder)
         return True
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # no note, a damaged one, or files that differ from it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no note, a damaged one, or other files
         return False
 
 
@@ -73,12 +67,6 @@ def read_shard(folder: Path, key: str) -> Shard:
     counts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"]
     counts.pop("wordless", None)  # shards of earlier versions have it
     return Shard(**counts)
-
-
-def write_note(folder: Path, shard: Shard) -> None:
-    """Writes KEY.json, which makes the files beside it a shard."""
-    note = {"format": FORMAT, "shard": asdict(shard)}
-    write_whole(folder / f"{shard.key}.json", json.dumps(note, indent=1).encode() + b"\n")
 
 
 class Digests:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
-import importlib
 import io
 import json
 import lzma
@@ -191,18 +190,6 @@ def _reading(path: Path) -> Iterator[tuple[Any, Any]]:
             yield raw, OPENERS[compression(path)](raw)
         except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
             raise _damaged(path, error) from error
-
-
-def needed(what: str, package: str) -> Any:
-    """An optional package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ValueError(f"{what} needs the package {package}: pip install '.[data]' in a clone") from None
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -7,7 +7,6 @@ small files), a range of rows of a dataset. `unit.records()` reads it once, in o
 from __future__ import annotations
 
 import glob
-import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofox.config import Source
-from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, inner_suffix, needed
+from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, inner_suffix
 from retrofox.data.source_units import FileUnit, RowReader, RowsUnit, Unit
 
 GROUP_FILES = 256
@@ -111,8 +110,11 @@ def _grouped(files: list[Path]) -> list[Unit]:
 
 def _hugging_face(reference: str) -> list[Unit]:
     """ "org/name[:config][:split]" or a local directory; one part alone is a split if it is called like one."""
-    datasets = needed(f"hf:{reference}", "datasets")
-    errors = importlib.import_module("datasets.exceptions").DatasetsError
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError  # an optional extra
+    except ImportError:
+        raise ValueError(f"hf:{reference} needs the package datasets: pip install '.[data]' in a clone") from None
     # A split may hold a colon in brackets, train[:10%], and so may the name of a directory.
     name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)
     if len(parts) > 2 or not name:
@@ -129,7 +131,7 @@ def _hugging_face(reference: str) -> list[Unit]:
             data = _saved(datasets.load_from_disk(str(local)), config, split)
         else:
             data = datasets.load_dataset(str(local) if local.is_dir() else name, config, split=split or "train")
-    except (OSError, ValueError, IndexError, errors) as error:  # IndexError: one saved without any rows
+    except (OSError, ValueError, IndexError, DatasetsError) as error:  # IndexError: one saved without any rows
         raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
     return _mapped(data, f"{local.name}:{split or 'train'}")
 

@@ -7,16 +7,17 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from retrofox.data.encode import Encoded, Encoder, Reading
-from retrofox.data.files import Shard, write_note
+from retrofox.data.files import FORMAT, Shard
 from retrofox.data.read import BATCH_BYTES, END, Record, batches
 from retrofox.data.source_units import Unit
-from retrofox.support.files import temporary, to_disk, write_whole
+from retrofox.support.files import temporary, to_disk, write_json, write_whole
 from retrofox.support.report import progress_bar
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
@@ -122,18 +123,16 @@ class _ShardWriter:
             write_whole(self.folder / f"{self.key}.learnt", marks)
         write_whole(self.folder / f"{self.key}.bounds", ends)
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
-        write_note(
-            self.folder,
-            Shard(
-                self.key,
-                self.name,
-                documents=len(self.lengths),
-                tokens=sum(self.lengths),
-                empty=self.empty,
-                dtype=self.dtype.str,
-                sha256=self.digest.hexdigest(),
-                literals=self.literals,
-                chat=bool(self.learnt),
-            ),
+        shard = Shard(
+            self.key,
+            self.name,
+            documents=len(self.lengths),
+            tokens=sum(self.lengths),
+            empty=self.empty,
+            dtype=self.dtype.str,
+            sha256=self.digest.hexdigest(),
+            literals=self.literals,
+            chat=bool(self.learnt),
         )
+        write_json(self.folder / f"{self.key}.json", {"format": FORMAT, "shard": asdict(shard)})
         self.files.close()

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from retrofox.data.windows import documents
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel_texts import choose_kinds, read_rows, rows_of
+from retrofox.evaluation.panel_texts import choose_kinds, rows_of
 from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import tokens_label
@@ -80,7 +81,9 @@ def panel(
     compared = compare(model, against, texts, out, tokenizer=tokenizer, dtype=dtype, device=device)
     tokenizer = compared.tokenizer
     prompts = chat_prompts(tokenizer, chat) if chat else []
-    rows = {kind: read_rows(paths, tokenizer, length, tokens, text_field) for kind, paths in kinds.items()}
+    rows = {}
+    for kind, paths in kinds.items():
+        rows[kind] = rows_of((ids for _, ids in documents(paths, tokenizer, text_field=text_field)), length, tokens)
     empty = [kind for kind, own in rows.items() if not own]
     if empty:
         raise ValueError(f"no text of kind {', '.join(empty)}: give more, or leave it out")

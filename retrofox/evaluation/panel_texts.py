@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retrofox.config import Source
 from retrofox.data.sources import resolve
-from retrofox.data.windows import documents
 
 SHIPPED = Path(__file__).with_name("panel-texts")
 SHORTEST_ROW = 32
@@ -76,8 +74,3 @@ def rows_of(texts: Iterable[np.ndarray], length: int, tokens: int) -> list[Row]:
     whole, document = np.concatenate(ids), np.concatenate(owners)
     rows = [Row(whole[at : at + length], document[at : at + length]) for at in range(0, len(whole), length)]
     return [row for row in rows if len(row.token_ids) >= SHORTEST_ROW]
-
-
-def read_rows(paths: Sequence[str], tokenizer: Any, length: int, tokens: int, text_field: str) -> list[Row]:
-    """The rows of one kind's files."""
-    return rows_of((ids for _, ids in documents(paths, tokenizer, text_field=text_field)), length, tokens)
