@@ -28,7 +28,7 @@ import retrofox
 from retrofox.anatomy import is_new_tensor
 from retrofox.conversion.merge import merge
 from retrofox.loading.base import load_base
-from retrofox.serving.verify import Sizes, verify_serving
+from retrofox.serving.verify import verify_serving
 from retrofox.support.files import write_json
 
 HERE = Path(__file__).parent
@@ -116,7 +116,7 @@ CASES = {
     "one head a group": Case("llama", {"num_key_value_heads": 4}),
     "two ranks": Case("llama", options={"tensor_parallel": 2}),
 }
-SMALL = Sizes(requests=8, longest=1024, tokens=16)
+SMALL: dict[str, Any] = {"requests": 8, "longest": 1024, "tokens": 16}
 
 
 def stirred(model: Any, size: float = 0.05) -> Any:
@@ -173,9 +173,8 @@ def smollm2(name: str, work: Path) -> dict[str, Any]:
     if not text.exists():
         text.write_text("\n".join(f.read_text(encoding="utf-8") for f in sorted(TEXT.glob("*.txt"))), encoding="utf-8")
     if "bfloat16" in name:
-        sizes = Sizes(requests=32, longest=2048, tokens=24)
-        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", sizes=sizes)
-    return verify_serving(shaken, data=text, sizes=Sizes())
+        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", longest=2048)
+    return verify_serving(shaken, data=text)
 
 
 REAL = ("SmolLM2-135M, gates stirred, float32", "SmolLM2-135M, bfloat16 beside its base")
@@ -219,7 +218,7 @@ def run(name: str, work: Path) -> dict[str, Any]:
         case = CASES[name]
         out = work / "".join(c if c.isalnum() else "-" for c in name)
         make(case, out)
-        report = verify_serving(out, sizes=SMALL, **{"eager": True, **case.options})
+        report = verify_serving(out, **{**SMALL, "eager": True, **case.options})
     keep = ("model_type", "dtype", "compiled", "tensor_parallel", "vllm", "rounds", "base_rounds", "passed")
     return {**{k: report[k] for k in keep if k in report}, "passed_all": all(report["passed"].values())}
 

@@ -13,14 +13,15 @@ import collections
 import functools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from retrofox.acceleration.captured_step import Decoding, reads_for
-from retrofox.acceleration.fused_decoder_layer import has_global_hooks
 from retrofox.acceleration.growing_cache import CACHE
 
 DEVICES = ("cuda",)
@@ -50,7 +51,7 @@ def reason_against(
         "processes wait for each other (synced_gpus)": synced_gpus,
         "more than tokens is to be returned (return_dict_in_generate)": config.return_dict_in_generate,
         "the model is in training mode": model.training,
-        "hooks on all modules (torch.nn.modules.module) run on the host": has_global_hooks(),
+        "hooks on all modules (torch.nn.modules.module) run on the host": _has_any_global_hook(),
         f"the model is spread over several devices: {', '.join(sorted(devices))}": len(devices) > 1,
         "there is no cache (use_cache=False)": not inputs.get("use_cache", True) or cache is None,
         f"the cache is a {type(cache).__name__}, not a DynamicCache": cache is not None and not _fixable(cache),
@@ -139,7 +140,8 @@ def _first(
     total = stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, length + 1)))
     one = _StopAfterOneToken(stopping_criteria)
-    ids = loop(stopping_criteria=one, streamer=None if streamer is None else _WithoutEnd(streamer))
+    goes_on = streamer and SimpleNamespace(put=streamer.put, end=lambda: None)  # its text has not ended yet
+    ids = loop(stopping_criteria=one, streamer=goes_on)
     del cache.tokens_to_reserve
     assert one.done is not None, "the loop asks its stopping criteria after each token"
     return ids, ~one.done
@@ -155,16 +157,6 @@ class _StopAfterOneToken(StoppingCriteriaList):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         self.done = done = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
         return torch.ones_like(done)
-
-
-class _WithoutEnd:
-    """A streamer whose text goes on when transformers' loop ends."""
-
-    def __init__(self, streamer: Any):
-        self.put = streamer.put
-
-    def end(self) -> None:
-        pass
 
 
 class Sampler:

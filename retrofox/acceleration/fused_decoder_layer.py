@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _hooks
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
@@ -36,11 +35,6 @@ def source(function: Any) -> str:
     """A function's text, without what decorates it."""
     text = inspect.getsource(inspect.unwrap(function))
     return text[text.index("def ") :]
-
-
-def has_global_hooks() -> bool:
-    """Whether torch calls a hook for every module of the process."""
-    return bool(_hooks._has_any_global_hook())
 
 
 class ResidualFusion:

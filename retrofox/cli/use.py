@@ -139,10 +139,9 @@ def verify_serving(
     wrong = wrong_vllm()
     if wrong is not None:
         raise ValueError(wrong)
-    from retrofox.serving.verify import Sizes
     from retrofox.serving.verify import verify_serving as run
 
-    sizes = Sizes(requests, longest, tokens)
     options: dict[str, Any] = {"dtype": dtype, "eager": eager, "tensor_parallel": tensor_parallel, "out": out}
-    if not all(run(model, against=against, data=data, sizes=sizes, **options)["passed"].values()):
+    options |= {"requests": requests, "longest": longest, "tokens": tokens}
+    if not all(run(model, against=against, data=data, **options)["passed"].values()):
         raise typer.Exit(1)

@@ -81,9 +81,7 @@ def generate(
     check_sampling(prompts, max_new_tokens, temperature, top_p, seed, cache)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
-    writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
-    if writer is not None:
-        writer.begin(len(prompts))
+    writer = Writer(opened.tokenizer, output or sys.stdout, len(prompts)) if stream else None
     meter = Meter(end_tokens(opened), writer)
     kept = new_cache(opened.model, cache)
     started = time.perf_counter()

@@ -39,15 +39,11 @@ class Meter(BaseStreamer):
 class Writer:
     """Writes one row's text as its tokens come, holding back bytes that are not yet a whole character."""
 
-    def __init__(self, tokenizer: Any, output: TextIO):
+    def __init__(self, tokenizer: Any, output: TextIO, texts: int = 1):
         self.tokenizer, self.output = tokenizer, output
         self.ids: list[int] = []
         self.written = ""
-        self.head = ""
-
-    def begin(self, count: int) -> None:
-        """Comes before the first text, and is written with it: where nothing can be generated nothing is written."""
-        self.head = "[1] " if count > 1 else ""
+        self.head = "[1] " if texts > 1 else ""  # written with the first piece: without one nothing is
 
     def put(self, token: int) -> None:
         self.ids.append(token)

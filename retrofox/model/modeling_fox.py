@@ -655,8 +655,6 @@ class FoxMixin(nn.Module):
 
     def add_fox(self, config: Any, spec: FoxFields, fade: RotaryFade | None) -> None:
         """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
-        if not getattr(self, "is_causal", True):
-            raise ValueError("bidirectional attention can't forget: gates need a causal model")
         heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.head_dim = getattr(self, "qk_head_dim", None) or self.head_dim  # MLA: its rotary part and the other
         width = getattr(self, "v_head_dim", self.head_dim)

@@ -11,12 +11,10 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from retrofox.anatomy import read_logits, vocabulary_size
 from retrofox.loading.base import load_base
@@ -25,7 +23,7 @@ from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import text_of, write_result
-from retrofox.support.report import check_folder, environment, output_console
+from retrofox.support.report import check_folder, environment, output_console, print_table
 
 TOLERANCE = 1e-3
 """Nats by which log-probabilities may differ in float32."""
@@ -36,22 +34,15 @@ SLACK = 1.1
 """In bfloat16, mean differences of model and base are compared up to this factor: two samples of the same noise."""
 
 
-@dataclass
-class Sizes:
-    """How much is compared: requests at once, the longest prompt and the generated tokens of each."""
-
-    requests: int = 32
-    longest: int = 8192
-    tokens: int = 24
-
-
 def verify_serving(
     directory: str | Path,
     *,
     against: str | None = None,
     data: str | Path | None = None,
     dtype: str = "float32",
-    sizes: Sizes | None = None,
+    requests: int = 32,
+    longest: int = 8192,
+    tokens: int = 24,
     out: str | Path | None = None,
     eager: bool = False,
     tensor_parallel: int = 1,
@@ -67,6 +58,9 @@ def verify_serving(
         data: a text file whose tokens make the prompts; None = tokens drawn at random.
         dtype: "float32" (equal greedy tokens, log-probabilities within 1e-3) or "bfloat16" (mean difference at most
             that of the base; needs `against`).
+        requests: requests at once.
+        longest: tokens of the longest prompt, its answer included.
+        tokens: tokens generated for each.
         eager: without vLLM's torch.compile.
         tensor_parallel: ranks to split the heads over.
         out: where the report goes, as JSON.
@@ -74,7 +68,6 @@ def verify_serving(
     Raises:
         ValueError: the model or the request can't be served or compared, with vLLM's own reason.
     """
-    sizes = sizes or Sizes()
     if dtype == "bfloat16" and against is None:
         raise ValueError("bfloat16 is measured by the base's own difference: give --against BASE")
     check_folder(None if out is None else Path(out).parent)
@@ -87,7 +80,7 @@ def verify_serving(
     engine = {"dtype": dtype, "enforce_eager": eager, "tensor_parallel_size": tensor_parallel, "seed": 0}
     model: Any = load(directory, dtype=dtype).eval()
     source = _tokens(directory, text, vocabulary_size(model))
-    jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
+    jobs = make_jobs(source, engine, requests, min(longest, int(values["max_position_embeddings"])), tokens)
     started = time.perf_counter()
     served = _served(jobs, str(directory))
     base_served = [] if against is None else _served(jobs[:1], against)
@@ -115,14 +108,14 @@ def verify_serving(
     return report
 
 
-def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], trained: int) -> list[Job]:
+def make_jobs(source: Sequence[int], engine: dict[str, Any], requests: int, longest: int, tokens: int) -> list[Job]:
     """The engines and rounds of a comparison; prompts are slices of `source`."""
     draw = random.Random(0)
-    longest = min(sizes.longest, trained, len(source)) - sizes.tokens
+    longest = min(longest, len(source)) - tokens
     if longest < 64:
         raise ValueError(
-            f"prompts of {longest} tokens prove nothing: the model's length is {trained}, longest is {sizes.longest}, "
-            f"and {sizes.tokens} of them are generated"
+            f"prompts of {longest} tokens prove nothing, where {tokens} more are generated: at least 64 must fit the "
+            "model's length, --longest and the texts"
         )
 
     def slice_of(length: int) -> list[int]:
@@ -130,27 +123,27 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
         return list(source[start : start + length])
 
     short = min(longest, 700)
-    mixed = [slice_of(round(8 * (short / 8) ** draw.random())) for _ in range(sizes.requests - 2)]
+    mixed = [slice_of(round(8 * (short / 8) ** draw.random())) for _ in range(requests - 2)]
     mixed += [slice_of(short), slice_of(short * 3 // 4)]
     endings = [prompt[: len(prompt) * 3 // 4] + slice_of(9) for prompt in mixed[-2:]]
     beginning = slice_of(short // 4)
     twins = [beginning + slice_of(length) for length in (9, 5, 17)]  # in one step, which fills the pages they share
     lengths = sorted({min(longest, n) for n in (longest, longest // 2, longest // 4)})
-    plenty = {**engine, "max_num_seqs": sizes.requests, "max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
-    plenty["max_model_len"] = longest + sizes.tokens
-    options = {"max_tokens": sizes.tokens, "of_prompt": True}
+    plenty = {**engine, "max_num_seqs": requests, "max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
+    plenty["max_model_len"] = longest + tokens
+    options = {"max_tokens": tokens, "of_prompt": True}
     rounds = [
-        {"name": f"{sizes.requests} requests at once", "prompts": mixed, **options},
+        {"name": f"{requests} requests at once", "prompts": mixed, **options},
         {"name": "prefix hits", "prompts": twins + mixed + endings, **options, "of_prompt": False},
         {"name": f"prompts up to {lengths[-1]}, in chunks", "prompts": [slice_of(n) for n in lengths], **options},
     ]
     block = 32
-    growing = [slice_of(draw.randrange(2 * block, 4 * block - 8)) for _ in range(min(16, sizes.requests))]
-    tokens = 2 * block + 8
-    wanted = sum(-(-(len(prompt) + tokens) // block) for prompt in growing)
-    tight = {**plenty, "max_model_len": min(longest + sizes.tokens, 4 * block + tokens), "block_size": block}
+    growing = [slice_of(draw.randrange(2 * block, 4 * block - 8)) for _ in range(min(16, requests))]
+    more = 2 * block + 8
+    wanted = sum(-(-(len(prompt) + more) // block) for prompt in growing)
+    tight = {**plenty, "max_model_len": min(longest + tokens, 4 * block + more), "block_size": block}
     tight |= {"num_gpu_blocks_override": wanted * 2 // 3 + 1}
-    preempted = {"name": "preemption, small cache", "prompts": growing, "max_tokens": tokens, "of_prompt": False}
+    preempted = {"name": "preemption, small cache", "prompts": growing, "max_tokens": more, "of_prompt": False}
     return [Job(plenty, rounds), Job(tight, [preempted])]
 
 
@@ -239,15 +232,14 @@ def _passed(report: dict[str, Any], dtype: str) -> dict[str, bool]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = Table(title=f"{report['model']}, {report['dtype']}, vLLM {report['vllm']}", title_justify="left")
-    for column in ("round", "requests", "compared", "cached", "preempted", "other choices", "max", "mean"):
-        table.add_column(column, justify="left" if column == "round" else "right")
-    for name, rows in (("", report["rounds"]), ("base: ", report.get("base_rounds", []))):
-        for row in rows:
+    columns = ("round", "requests", "compared", "cached", "preempted", "other choices", "max", "mean")
+    rows = []
+    for name, found in (("", report["rounds"]), ("base: ", report.get("base_rounds", []))):
+        for row in found:
             counts = [row[key] for key in ("requests", "compared", "cached_tokens", "preemptions", "chosen_otherwise")]
             differences = [f"{row[key]:.1e}" for key in ("max_difference", "mean_difference")]
-            table.add_row(name + row["round"], *map(str, counts), *differences)
-    console = output_console()
-    console.print(table)
+            rows.append([name + row["round"], *map(str, counts), *differences])
+    console, title = output_console(), f"{report['model']}, {report['dtype']}, vLLM {report['vllm']}"
+    print_table(console, columns, rows, title, left="round")
     for what, held in report["passed"].items():
         console.print(f"{'yes' if held else 'NO '}  {what}", highlight=False)

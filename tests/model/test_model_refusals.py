@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicLayer
 
 import retrofox
 from retrofox.anatomy import attentions
-from retrofox.fox_spec import FoxSpec
 from retrofox.model.modeling_fox import CACHE, fox_attention
 
 TOKENS = torch.arange(2, 14)[None]
@@ -120,13 +119,6 @@ def test_a_quantised_cache(fox):
 def test_attention_weights(fox):
     with pytest.raises(ValueError, match="output_attentions"):
         fox(TOKENS, output_attentions=True)
-
-
-def test_bidirectional_attention(fox):
-    module = fox.model.layers[0].self_attn
-    module.is_causal = False
-    with pytest.raises(ValueError, match="bidirectional"):
-        module.add_fox(fox.config, FoxSpec.from_dict(fox.config.fox), None)
 
 
 def test_serving_engines_may_not_swap_the_attention(fox):

@@ -14,9 +14,9 @@ import torch
 import retrofox
 from retrofox.serving import installed, verify
 from retrofox.serving.engines import Job
-from retrofox.serving.verify import Sizes, make_jobs, verify_serving
+from retrofox.serving.verify import make_jobs, verify_serving
 
-SIZES = Sizes(requests=4, longest=112, tokens=4)
+SIZES: dict[str, Any] = {"requests": 4, "longest": 112, "tokens": 4}
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_an_engine_that_gives_the_same_passes_and_the_report_says_what_was_seen(
 ):
     monkeypatch.setattr(verify, "run_vllm", engine())
     file = tmp_path / "folder" / "report.json"
-    report = verify_serving(pico_fox_checkpoint, sizes=SIZES, out=file)
+    report = verify_serving(pico_fox_checkpoint, **SIZES, out=file)
     assert all(report["passed"].values()), report["passed"]
     assert json.loads(file.read_text())["passed"] == report["passed"]
     assert [row["round"] for row in report["rounds"]][1::2] == ["prefix hits", "preemption, small cache"]
@@ -93,7 +93,7 @@ def test_an_engine_that_gives_the_same_passes_and_the_report_says_what_was_seen(
 )
 def test_an_engine_that_differs_is_found(short, pico_fox_checkpoint, monkeypatch, wrong, found):
     monkeypatch.setattr(verify, "run_vllm", engine(**wrong))
-    report = verify_serving(pico_fox_checkpoint, sizes=SIZES)
+    report = verify_serving(pico_fox_checkpoint, **SIZES)
     assert report["passed"][found] is False
 
 
@@ -111,13 +111,13 @@ def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoin
     with pytest.raises(ValueError, match="is a plain llama, not a converted one"):
         verify_serving(pico_checkpoint)
     with pytest.raises(ValueError, match="prompts of 16 tokens prove nothing"):
-        make_jobs(range(999), Sizes(longest=40), {}, 128)
+        make_jobs(range(999), {}, 32, 40, 24)
     with pytest.raises(ValueError, match="prompts of 6 tokens prove nothing"):
-        make_jobs(range(30), Sizes(longest=128), {}, 128)
+        make_jobs(range(30), {}, 32, 128, 24)
 
 
 def test_the_jobs_ask_for_what_is_promised():
-    first, second = make_jobs(range(30000), Sizes(), {"dtype": "float32"}, 8192)
+    first, second = make_jobs(range(30000), {"dtype": "float32"}, 32, 8192, 24)
     assert len(first.rounds[0]["prompts"]) == 32
     longest = max(len(prompt) for prompt in first.rounds[2]["prompts"])
     assert longest == 8192 - 24

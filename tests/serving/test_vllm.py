@@ -17,7 +17,7 @@ import torch
 
 import retrofox
 from retrofox.serving import engines, verify
-from retrofox.serving.verify import Sizes, verify_serving
+from retrofox.serving.verify import verify_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # What `vllm serve` runs; the `vllm` command of the build for CPUs looks for a distribution named vllm and stops.
@@ -71,7 +71,7 @@ def test_what_a_gpu_serves_is_what_retrofox_computes(monkeypatch, tmp_path, stir
         return [plenty, tight]
 
     monkeypatch.setattr(verify, "make_jobs", in_small_blocks)
-    report = verify_serving(tmp_path / "fox", sizes=Sizes(requests=4, longest=300, tokens=4), eager=True)
+    report = verify_serving(tmp_path / "fox", requests=4, longest=300, tokens=4, eager=True)
     assert all(report["passed"].values()), json.dumps(report["rounds"])
 
 
