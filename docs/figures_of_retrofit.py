@@ -6,53 +6,26 @@ An arm that is not on file has no row, and a column that no arm of a table has i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from figures import read, table
-from figures_of_use import without_copies
+from measured_arms import (
+    PANEL,
+    Arm,
+    above_all,
+    all_arms,
+    cache_left,
+    decoding_ms,
+    found,
+    loss,
+    mean_of_tasks,
+    on_file,
+    panel_rows,
+    prompts,
+    seeds_of,
+    tokens,
+    worst_row,
+)
 
-LABELS = {
-    "base": "base",
-    "control": "control",
-    "yarn8": "YaRN x 8",
-    "yarn8-seed1": "YaRN x 8, seed 1",
-    "yarn16": "YaRN x 16",
-    "yarn16-seed1": "YaRN x 16, seed 1",
-    "theta5M": "theta 5M",
-    "theta5M-seed1": "theta 5M, seed 1",
-    "no-gates": "stretch without gates",
-    "horizon": "gates",
-    "horizon-seed1": "gates, seed 1",
-    "horizon-kv": "a gate for each kv head",
-    "horizon-12": "12 heads open, others to 1024 tokens",
-    "horizon-random": "10 random heads open",
-    "pressed": "no head open, all pressed alike",
-    "horizon-3e-4": "gates, 5M at 3e-4",
-    "yarn8-3e-4": "YaRN x 8, 5M at 3e-4",
-    "yarn8-8M": "YaRN x 8, 8M at 3e-4",
-    "yarn8-8M-seed1": "YaRN x 8, 8M, seed 1",
-    "stretch": "**default**",
-    "stretch-seed1": "**default**, seed 1",
-    "yarn8-facts": "YaRN x 8, many wordings",
-    "stretch-facts": "**default**, many wordings",
-    "yarn8-codes": "YaRN x 8, codes",
-    "stretch-codes": "default, codes",
-    "stretch-bound": "default, codes, `max_half_life` 512",
-    "stretch-2048": "default, codes, half-lives to 2048",
-    "stretch-logn": "default, codes, `log_n` 2048",
-    "gates-yarn8": "gates on YaRN x 8, codes",
-    "no-gates-codes": "stretch without gates, codes",
-    "retention": "a retention for each key, 8M at 3e-4",
-    "horizon-lora": "gates, LoRA",
-    "yarn8-lora": "YaRN x 8, LoRA",
-    "no-rope": "no RoPE",
-    "yarn8-taught": "RoPE stretched 8 times, no gates, taught",
-    "drope-taught": "DroPE: no RoPE, no gates, taught",
-    "fox": "fox",
-    "fox-seed1": "fox, seed 1",
-    "fox-pro": "fox-pro",
-    "fox-pro-seed1": "fox-pro, seed 1",
-}
 DEFAULT = ("base", "yarn8-8M", "stretch", "yarn8-facts", "stretch-facts")
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("yarn8-8M", "stretch", "yarn8-codes", "stretch-codes", "stretch-bound", "yarn8-facts", "stretch-facts")
@@ -83,18 +56,37 @@ UNTRAINED = {
 RULER = (4096, 8192, 16384, 32768)
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536)
 NO_ARM = "none measured yet"
-Arm = dict[str, Any]
+COLUMNS: dict[str, Callable[[Arm], str]] = {
+    "tokens": tokens,
+    "prompts": prompts,
+    "easy needles at 4k, %": lambda arm: found(arm, 4096),
+    "easy, 8k": lambda arm: found(arm, 8192),
+    "easy, 16k": lambda arm: found(arm, 16384),
+    "easy, 32k": lambda arm: found(arm, 32768),
+    "easy, 64k": lambda arm: found(arm, 65536),
+    "standard, 8k": lambda arm: found(arm, 8192, "standard"),
+    "standard, 16k": lambda arm: found(arm, 16384, "standard"),
+    "standard, 32k": lambda arm: found(arm, 32768, "standard"),
+    "loss at 4k-8k": lambda arm: loss(arm, 4096),
+    "at 24k-32k": lambda arm: loss(arm, 24576),
+    "at 96k-128k": lambda arm: loss(arm, 98304),
+    "cache left at 32k, %": lambda arm: cache_left(arm, 32768),
+    "left at 128k, %": lambda arm: cache_left(arm, 131072),
+    "short tasks": mean_of_tasks,
+}
 
 
-def on_file(names: Sequence[str]) -> dict[str, Arm]:
-    """Label -> arm of those that are on file, each with its second seed."""
-    arms = read("retrofit/arms.json")["arms"]
-    return {LABELS[key]: arms[key] for name in names for key in (name, f"{name}-seed1") if key in arms}
-
-
-def seeds_of(name: str) -> list[Arm]:
-    arms = read("retrofit/arms.json")["arms"]
-    return [arms[key] for key in (name, f"{name}-seed1") if key in arms]
+README_COLUMNS: dict[str, Callable[[Arm], str]] = {
+    "trained on": tokens,
+    "needles at 8k, %": lambda arm: found(arm, 8192),
+    "needles at 32k, %": lambda arm: found(arm, 32768),
+    "loss at 24k-32k": lambda arm: loss(arm, 24576, 2),
+    "loss at 96k-128k": lambda arm: loss(arm, 98304, 2),
+    "worst text": worst_row,
+    "short tasks, %": mean_of_tasks,
+    "keys left at 32k, %": lambda arm: cache_left(arm, 32768),
+    "decoding, ms": decoding_ms,
+}
 
 
 def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -119,53 +111,22 @@ def readme_table() -> str:
     return without_empty_columns(["SmolLM2-135M", *README_COLUMNS], rows)
 
 
-def above_all(name: str, length: int) -> bool:
-    """Whether the lower ends of an arm's intervals lie above what every arm without gates finds."""
-    arms = read("retrofit/arms.json")["arms"]
-
-    def rows(arm: Arm) -> list[dict[str, Any]]:
-        return [row for row in arm["needles"].get("easy", ()) if row["length"] == length]
-
-    mine = [row["interval"][0] for arm in seeds_of(name) for row in rows(arm)]
-    gated = {
-        key for key, arm in arms.items() if ((arm.get("recipe") or {}).get("fox") or {}).get("gate", "none") != "none"
-    }
-    others = [row["found"] for key, arm in arms.items() if key not in gated for row in rows(arm)]
-    return bool(mine) and name in gated and min(mine) > max(others)
-
-
 def arms_table(names: Sequence[str]) -> str:
     """Needles, losses and what the gates leave, an arm a row."""
     rows = [[label, *(of(arm) for of in COLUMNS.values())] for label, arm in on_file(names).items()]
     return without_empty_columns(["arm", *COLUMNS], rows)
 
 
-def retrofit_default() -> str:
-    return arms_table(DEFAULT)
-
-
-def retrofit_controls() -> str:
-    return arms_table(CONTROLS)
-
-
-def retrofit_gates() -> str:
-    return arms_table(GATES)
-
-
-def retrofit_parts() -> str:
-    return arms_table(PARTS)
-
-
-def retrofit_rates() -> str:
-    return arms_table(RATES)
-
-
-def retrofit_lora() -> str:
-    return arms_table(LORA)
-
-
-def retrofit_no_rope() -> str:
-    return arms_table(NO_ROPE)
+ARM_TABLES = {
+    "retrofit_default": DEFAULT,
+    "retrofit_controls": CONTROLS,
+    "retrofit_gates": GATES,
+    "retrofit_parts": PARTS,
+    "retrofit_rates": RATES,
+    "retrofit_lora": LORA,
+    "retrofit_no_rope": NO_ROPE,
+}
+"""Generated part -> its arms."""
 
 
 def retrofit_loss() -> str:
@@ -238,7 +199,7 @@ def retrofit_ruler_tasks() -> str:
 
 def retrofit_untrained() -> str:
     """Baselines made of the base without training: easy needles by length, and loss."""
-    arms = read("retrofit/arms.json")["arms"]
+    arms = all_arms()
     rows = []
     for name, label in UNTRAINED.items():
         if name in arms:
@@ -267,104 +228,3 @@ def cache_methods() -> str:
         if row["length"] == 32768 and row["model"] != "base" and row["prompts"] > 1
     ]
     return table(["model", "method", "cache left, %", "prompts", "easy needles found, %", "loss"], rows, left=2)
-
-
-def tokens(arm: Arm) -> str:
-    return f"{arm['tokens'] / 1e6:.0f}M" if arm["tokens"] else "-"
-
-
-def found(arm: Arm, length: int, mode: str = "easy") -> str:
-    """Needles found at a length, per cent, or a dash."""
-    rows = arm["needles"].get(mode, ())
-    return next((f"{100 * row['found']:.0f}" for row in rows if row["length"] == length), "-")
-
-
-def mean_found(arms: Sequence[Arm], length: int, mode: str = "easy") -> float:
-    """Mean share of needles found at a length over the seeds of an arm."""
-    shares = [row["found"] for arm in arms for row in arm["needles"].get(mode, ()) if row["length"] == length]
-    return sum(shares) / len(shares)
-
-
-def prompts(arm: Arm) -> str:
-    return next((str(row["prompts"]) for row in arm["needles"].get("easy", ())), "-")
-
-
-def loss(arm: Arm, start: int, digits: int = 3) -> str:
-    """Mean loss of the positions from `start` on; beyond 32k of the documents of 131072 tokens."""
-    buckets = arm["loss"] if start < 32768 else arm.get("loss_128k") or ()
-    return next((f"{bucket['mean']:.{digits}f}" for bucket in buckets if bucket["from"] == start), "-")
-
-
-def mean_of_tasks(arm: Arm) -> str:
-    """Mean accuracy over the short tasks, per cent, or a dash."""
-    scores = arm.get("tasks") or {}
-    return f"{100 * sum(score['accuracy'] for score in scores.values()) / len(scores):.1f}" if scores else "-"
-
-
-PANEL = 12
-"""Kinds of a whole panel; arms that read fewer have no worst row."""
-
-
-def panel_rows(arm: Arm) -> dict[str, float]:
-    """By kind of text the largest mean difference in loss to the base over the spans of positions, in nats."""
-    kinds = (arm.get("panel") or {}).get("kinds", {})
-    return {
-        kind: max(span["difference"]["mean"] for span in summary["spans"] if span["difference"]["mean"] is not None)
-        for kind, summary in kinds.items()
-    }
-
-
-def worst_row(arm: Arm) -> str:
-    rows = panel_rows(arm)
-    worst = max(rows, key=rows.__getitem__, default=None)
-    return f"{rows[worst]:+.2f} ({worst})" if worst and len(rows) >= PANEL else "-"
-
-
-def cache_left(arm: Arm, length: int) -> str:
-    """Share of the cache that the gates leave alive after so many tokens, per cent, or a dash."""
-    rows = (arm.get("live") or {}).get("lengths", ())
-    return next((f"{100 * row['cache']:.0f}" for row in rows if row["length"] == length), "-")
-
-
-COLUMNS: dict[str, Callable[[Arm], str]] = {
-    "tokens": tokens,
-    "prompts": prompts,
-    "easy needles at 4k, %": lambda arm: found(arm, 4096),
-    "easy, 8k": lambda arm: found(arm, 8192),
-    "easy, 16k": lambda arm: found(arm, 16384),
-    "easy, 32k": lambda arm: found(arm, 32768),
-    "easy, 64k": lambda arm: found(arm, 65536),
-    "standard, 8k": lambda arm: found(arm, 8192, "standard"),
-    "standard, 16k": lambda arm: found(arm, 16384, "standard"),
-    "standard, 32k": lambda arm: found(arm, 32768, "standard"),
-    "loss at 4k-8k": lambda arm: loss(arm, 4096),
-    "at 24k-32k": lambda arm: loss(arm, 24576),
-    "at 96k-128k": lambda arm: loss(arm, 98304),
-    "cache left at 32k, %": lambda arm: cache_left(arm, 32768),
-    "left at 128k, %": lambda arm: cache_left(arm, 131072),
-    "short tasks": mean_of_tasks,
-}
-
-
-def decoding_ms(arm: Arm) -> str:
-    """Milliseconds of the GPU for a token of 16 rows after 32k tokens; without gates all decode alike."""
-    recipe = arm.get("recipe")
-    fox = recipe["fox"] if recipe else None
-    if recipe and not fox:
-        return "same"
-    if fox and not (fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate"):
-        return "-"
-    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768']['fox' if fox else 'base']):.1f}"
-
-
-README_COLUMNS: dict[str, Callable[[Arm], str]] = {
-    "trained on": tokens,
-    "needles at 8k, %": lambda arm: found(arm, 8192),
-    "needles at 32k, %": lambda arm: found(arm, 32768),
-    "loss at 24k-32k": lambda arm: loss(arm, 24576, 2),
-    "loss at 96k-128k": lambda arm: loss(arm, 98304, 2),
-    "worst text": worst_row,
-    "short tasks, %": mean_of_tasks,
-    "keys left at 32k, %": lambda arm: cache_left(arm, 32768),
-    "decoding, ms": decoding_ms,
-}

@@ -8,6 +8,7 @@ Commands and recipe fields stay out of the pages: libraries word them, and `--he
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -179,17 +180,10 @@ def shipped_recipes() -> str:
 
 OF_RESULTS = (
     figures_of_retrofit.readme_table,
-    figures_of_retrofit.retrofit_default,
-    figures_of_retrofit.retrofit_controls,
     figures_of_retrofit.retrofit_live,
-    figures_of_retrofit.retrofit_gates,
     figures_of_retrofit.cache_methods,
     figures_of_retrofit.retrofit_panel,
     figures_of_retrofit.retrofit_instructions,
-    figures_of_retrofit.retrofit_parts,
-    figures_of_retrofit.retrofit_rates,
-    figures_of_retrofit.retrofit_lora,
-    figures_of_retrofit.retrofit_no_rope,
     figures_of_retrofit.retrofit_ruler,
     figures_of_retrofit.retrofit_ruler_tasks,
     figures_of_retrofit.retrofit_loss,
@@ -215,6 +209,8 @@ PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (commands, recipe_fields, families, presets, shipped_recipes, *OF_RESULTS)
 }
+for name, arms in figures_of_retrofit.ARM_TABLES.items():
+    PARTS[name] = functools.partial(figures_of_retrofit.arms_table, arms)
 OF_THE_SITE = (commands, recipe_fields)
 
 if __name__ == "__main__":

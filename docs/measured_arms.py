@@ -1,0 +1,147 @@
+"""The arms in benchmarks/retrofit/arms.json: their names on the pages, and measures of one as cells of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from figures import read
+from figures_of_use import without_copies
+
+LABELS = {
+    "base": "base",
+    "control": "control",
+    "yarn8": "YaRN x 8",
+    "yarn8-seed1": "YaRN x 8, seed 1",
+    "yarn16": "YaRN x 16",
+    "yarn16-seed1": "YaRN x 16, seed 1",
+    "theta5M": "theta 5M",
+    "theta5M-seed1": "theta 5M, seed 1",
+    "no-gates": "stretch without gates",
+    "horizon": "gates",
+    "horizon-seed1": "gates, seed 1",
+    "horizon-kv": "a gate for each kv head",
+    "horizon-12": "12 heads open, others to 1024 tokens",
+    "horizon-random": "10 random heads open",
+    "pressed": "no head open, all pressed alike",
+    "horizon-3e-4": "gates, 5M at 3e-4",
+    "yarn8-3e-4": "YaRN x 8, 5M at 3e-4",
+    "yarn8-8M": "YaRN x 8, 8M at 3e-4",
+    "yarn8-8M-seed1": "YaRN x 8, 8M, seed 1",
+    "stretch": "**default**",
+    "stretch-seed1": "**default**, seed 1",
+    "yarn8-facts": "YaRN x 8, many wordings",
+    "stretch-facts": "**default**, many wordings",
+    "yarn8-codes": "YaRN x 8, codes",
+    "stretch-codes": "default, codes",
+    "stretch-bound": "default, codes, `max_half_life` 512",
+    "stretch-2048": "default, codes, half-lives to 2048",
+    "stretch-logn": "default, codes, `log_n` 2048",
+    "gates-yarn8": "gates on YaRN x 8, codes",
+    "no-gates-codes": "stretch without gates, codes",
+    "retention": "a retention for each key, 8M at 3e-4",
+    "horizon-lora": "gates, LoRA",
+    "yarn8-lora": "YaRN x 8, LoRA",
+    "no-rope": "no RoPE",
+    "yarn8-taught": "RoPE stretched 8 times, no gates, taught",
+    "drope-taught": "DroPE: no RoPE, no gates, taught",
+    "fox": "fox",
+    "fox-seed1": "fox, seed 1",
+    "fox-pro": "fox-pro",
+    "fox-pro-seed1": "fox-pro, seed 1",
+}
+Arm = dict[str, Any]
+
+
+def all_arms() -> dict[str, Arm]:
+    """Key -> arm of all that are on file."""
+    return read("retrofit/arms.json")["arms"]
+
+
+def on_file(names: Sequence[str]) -> dict[str, Arm]:
+    """Label -> arm of those that are on file, each with its second seed."""
+    arms = all_arms()
+    return {LABELS[key]: arms[key] for name in names for key in (name, f"{name}-seed1") if key in arms}
+
+
+def seeds_of(name: str) -> list[Arm]:
+    """An arm and its second seed, where they are on file."""
+    arms = all_arms()
+    return [arms[key] for key in (name, f"{name}-seed1") if key in arms]
+
+
+def above_all(name: str, length: int) -> bool:
+    """Whether the lower ends of an arm's intervals lie above what every arm without gates finds."""
+    arms = all_arms()
+
+    def rows(arm: Arm) -> list[dict[str, Any]]:
+        return [row for row in arm["needles"].get("easy", ()) if row["length"] == length]
+
+    mine = [row["interval"][0] for arm in seeds_of(name) for row in rows(arm)]
+    gated = {
+        key for key, arm in arms.items() if ((arm.get("recipe") or {}).get("fox") or {}).get("gate", "none") != "none"
+    }
+    others = [row["found"] for key, arm in arms.items() if key not in gated for row in rows(arm)]
+    return bool(mine) and name in gated and min(mine) > max(others)
+
+
+def tokens(arm: Arm) -> str:
+    return f"{arm['tokens'] / 1e6:.0f}M" if arm["tokens"] else "-"
+
+
+def found(arm: Arm, length: int, mode: str = "easy") -> str:
+    """Needles found at a length, per cent, or a dash."""
+    rows = arm["needles"].get(mode, ())
+    return next((f"{100 * row['found']:.0f}" for row in rows if row["length"] == length), "-")
+
+
+def prompts(arm: Arm) -> str:
+    return next((str(row["prompts"]) for row in arm["needles"].get("easy", ())), "-")
+
+
+def loss(arm: Arm, start: int, digits: int = 3) -> str:
+    """Mean loss of the positions from `start` on; beyond 32k of the documents of 131072 tokens."""
+    buckets = arm["loss"] if start < 32768 else arm.get("loss_128k") or ()
+    return next((f"{bucket['mean']:.{digits}f}" for bucket in buckets if bucket["from"] == start), "-")
+
+
+def mean_of_tasks(arm: Arm) -> str:
+    """Mean accuracy over the short tasks, per cent, or a dash."""
+    scores = arm.get("tasks") or {}
+    return f"{100 * sum(score['accuracy'] for score in scores.values()) / len(scores):.1f}" if scores else "-"
+
+
+PANEL = 12
+"""Kinds of a whole panel; arms that read fewer have no worst row."""
+
+
+def panel_rows(arm: Arm) -> dict[str, float]:
+    """By kind of text the largest mean difference in loss to the base over the spans of positions, in nats."""
+    kinds = (arm.get("panel") or {}).get("kinds", {})
+    return {
+        kind: max(span["difference"]["mean"] for span in summary["spans"] if span["difference"]["mean"] is not None)
+        for kind, summary in kinds.items()
+    }
+
+
+def worst_row(arm: Arm) -> str:
+    rows = panel_rows(arm)
+    worst = max(rows, key=rows.__getitem__, default=None)
+    return f"{rows[worst]:+.2f} ({worst})" if worst and len(rows) >= PANEL else "-"
+
+
+def cache_left(arm: Arm, length: int) -> str:
+    """Share of the cache that the gates leave alive after so many tokens, per cent, or a dash."""
+    rows = (arm.get("live") or {}).get("lengths", ())
+    return next((f"{100 * row['cache']:.0f}" for row in rows if row["length"] == length), "-")
+
+
+def decoding_ms(arm: Arm) -> str:
+    """Milliseconds of the GPU for a token of 16 rows after 32k tokens; without gates all decode alike."""
+    recipe = arm.get("recipe")
+    fox = recipe["fox"] if recipe else None
+    if recipe and not fox:
+        return "same"
+    if fox and not (fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate"):
+        return "-"
+    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768']['fox' if fox else 'base']):.1f}"
