@@ -61,7 +61,8 @@ def _table(title: str, stage: dict[str, Any]) -> Table:
         table.add_row("measured", f"{speed}: {stage['hours'][0]:.2f} hours")
     elif stage["hours"]:
         where = f"at the shares of the peak that an H100 or H200 reached: benchmarks/{stage['hours_from']}"
-        table.add_row("hours", f"{_between(stage['hours'], '{:.2f}')} ({where})")
+        unit, each = ("hours", 1) if stage["hours"][1] >= 1 else ("minutes", 60)
+        table.add_row(unit, f"{_between([each * hours for hours in stage['hours']], '{:.1f}')} ({where})")
     else:
         table.add_row("hours", "unknown for this device: name one with --gpu, or give --measure")
     return table

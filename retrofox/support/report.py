@@ -164,7 +164,8 @@ class _LineAMinute(Progress):
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
         task = self._tasks[task_id]
-        if self.get_time() - self.told < 60 or not (task.total and task.completed and task.elapsed):
+        since = max(self.told, task.start_time or 0.0)
+        if self.get_time() - since < 60 or not (task.total and task.completed and task.elapsed):
             return
         self.told = self.get_time()
         left = task.elapsed * max(0.0, task.total / task.completed - 1)

@@ -39,9 +39,9 @@ def test_a_pipe_is_told_the_time_left_once_a_minute(now, capsys):
 
 def test_copies_count_from_their_first_bytes(now, capsys):
     with copying() as feed:
-        for now[0], done in ((100, 10), (130, 2000), (170, 4000)):
+        for now[0], done in ((100, 10), (130, 2000), (170, 4000), (180, 8000)):
             feed(done * 10**6, 16000 * 10**6)
-    assert capsys.readouterr().err == ("copying weights: 2,000 of 16,000 MB, 30 s so far, about 3 min 30 s left\n")
+    assert capsys.readouterr().err == "copying weights: 4,000 of 16,000 MB, 1 min 10 s so far, about 3 min 30 s left\n"
 
 
 def test_what_is_to_be_quiet_is(now, capsys):
