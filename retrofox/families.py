@@ -62,9 +62,6 @@ def trained_length(config: Any) -> int:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    originals = [values["original_max_position_embeddings"] for values in sets if _stretches(values)]
-    return int(max(originals, default=config.max_position_embeddings))
-
-
-def _stretches(values: dict[str, Any]) -> bool:
-    return values.get("rope_type", "default") != "default" and bool(values.get("original_max_position_embeddings"))
+    scaled = [values for values in sets if values.get("rope_type", "default") != "default"]
+    originals = [values.get("original_max_position_embeddings") for values in scaled]
+    return int(max((length for length in originals if length), default=config.max_position_embeddings))

@@ -27,20 +27,20 @@ def run(code: Any) -> Callable[..., Any]:
 
     def run(self: Any, x: torch.Tensor, cos_sin: Any, mask: Any, cache: Any, hidden_tokens: Any, kwargs: Any) -> Any:
         native = self.copies
-        forward, turned = _rotary(self, native, cos_sin, kwargs.get("position_ids"), x)
-        projections = _projections(self, native, forward, x, turned)
+        forward, edited = _rotary(self, native, cos_sin, kwargs.get("position_ids"), x)
+        projections = _projections(self, native, forward, x, edited)
         log_f = self.log_f(x) if projections is None else projections.log_f
         if hidden_tokens is not None:
             log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
         gates = code.GateCache(cache, log_f, x, kwargs.get("position_ids"))
         stand_in: Any = self
         if projections is not None:
-            stand_in, forward, turned = projections, native.unrotated, cos_sin
+            stand_in, forward, edited = projections, native.unrotated, cos_sin
         elif self.projects and self.mode != "original":
             shards = kwargs.get("shards")
             stand_in = code.ProjectedAttention(self, gates, mask, kwargs.get("cu_seqlens"), shards)
         cached = {code.CACHE: gates}
-        return forward(stand_in, x, position_embeddings=turned, attention_mask=mask, gates=gates, **cached, **kwargs)
+        return forward(stand_in, x, position_embeddings=edited, attention_mask=mask, gates=gates, **cached, **kwargs)
 
     return run
 
@@ -74,10 +74,10 @@ def leading(
 
 def _projections(module: Any, native: Any, forward: Any, x: torch.Tensor, cos_sin: Any) -> Any:
     """Queries, keys, values and gates made together by one function, where this layer is plain enough."""
-    turns = forward is native.fused
-    if not (turns or forward is native.unrotated) or not (native.plain and fused.enterable(module, x)):
+    rotates = forward is native.fused
+    if not (rotates or forward is native.unrotated) or not (native.plain and fused.enterable(module, x)):
         return None
-    if not turns:
+    if not rotates:
         cos_sin = (x.new_empty(1, x.shape[1], 0),) * 2
     return fused.Projections(module, x, *cos_sin)
 

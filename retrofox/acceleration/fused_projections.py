@@ -45,32 +45,20 @@ def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def unrotated(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """apply_rotary_pos_emb for layers that turn no pair, or whose pairs were turned before."""
+    """apply_rotary_pos_emb for layers that rotate no pair, or whose pairs are rotated already."""
     return query, key
 
 
-def turned(
+def fused_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """apply_rotary_pos_emb by one kernel; cos and sin (B or 1, T, P) are those of the pairs that turn."""
     return rotary(query, key, cos, sin)
 
 
-def fused_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The native forward with the fused rotary, or None where the native rotary isn't the same function."""
-    copy = with_rotary(forward, turned)
-    if entry is None or copy is None:
-        return None
-    return copy if turns_halves(forward) else None
-
-
-def turns_halves(forward: Callable[..., Any]) -> bool:
-    """Whether a native forward's apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
-    return _pairs_halves(forward.__globals__[ROTARY])  # type: ignore[attr-defined]
-
-
 @functools.cache
-def _pairs_halves(native: Callable[..., Any]) -> bool:
+def pairs_halves(native: Callable[..., Any]) -> bool:
+    """Whether an apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)  # its own: looking must not move the random numbers of a run
         q, k = torch.randn(1, 3, 5, 8, generator=generator).split((2, 1), 1)
@@ -104,8 +92,11 @@ class Copies(NamedTuple):
 
 @functools.cache
 def copies_of(forward: Callable[..., Any]) -> Copies:
-    """The copies of a native forward, made once."""
-    return Copies(forward, with_rotary(forward, unrotated), fused_forward(forward), is_plain(forward))
+    """The copies of a native forward, made once; the fused rotary's only where the native one is the same function."""
+    fused = with_rotary(forward, fused_rotary)
+    if entry is None or (fused is not None and not pairs_halves(forward.__globals__[ROTARY])):  # type: ignore[attr-defined]
+        fused = None
+    return Copies(forward, with_rotary(forward, unrotated), fused, is_plain(forward))
 
 
 LIBRARIES = tuple(library.__path__[0] for library in (torch, transformers))
