@@ -1,6 +1,6 @@
 """fox_kernels under one version of Triton: milliseconds of forward, of forward and backward, and of decoding.
 
-    FOX_KERNELS_UNPROVEN=1 PYTHONPATH=[TRITON:]kernels python benchmarks/triton_versions.py --out triton-3.9.json
+    PYTHONPATH=[TRITON:]kernels python benchmarks/triton_versions.py --out triton-3.9.json
 
 Run it under each version in turns, some of them twice, on one GPU. Times are medians of CUDA events behind a queue of
 work, so that they are the kernels' alone. Each case names its backend, so that none falls back unseen.

@@ -1,8 +1,5 @@
 """Launches the Gluon forward on Hopper, and says when it can't run (then the plain Triton kernels do)."""
 
-import functools
-import operator
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,19 +40,17 @@ SHORT = {64: Shape(64, 0, 2, 128, 3, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
 RUN_WITH = {(3, 6), (3, 9)}  # versions of Triton, on an H100 or H200; `gluon_names` has what differs
-COMPILED_WITH = {(3, 7), (3, 8)}  # for one, with as few spills
 LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
 
 
 def gluon_missing() -> str | None:
     """Return why this installation's Gluon is none with which the Hopper kernels run, or None."""
     version = triton_version()
-    if version in RUN_WITH or (version in COMPILED_WITH and os.environ.get("FOX_KERNELS_UNPROVEN") == "1"):
+    if version in RUN_WITH:
         return None
     if version is None:
         return "triton is not installed"
-    found = f"triton {version[0]}.{version[1]} is not 3.6 or 3.9, with which the Hopper kernels have been run"
-    return f"{found}; they compile: FOX_KERNELS_UNPROVEN=1 takes them" if version in COMPILED_WITH else found
+    return f"triton {version[0]}.{version[1]} is not 3.6 or 3.9, with which the Hopper kernels have been run"
 
 
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
@@ -156,9 +151,8 @@ class Launch:
 
 
 def alignment(*tensors: Tensor | None) -> tuple:
-    """Return how far each address is from a multiple of 16 bytes, () if all are one."""
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    return tuple([x % 16 for x in addresses]) if functools.reduce(operator.or_, addresses) % 16 else ()
+    """Return how far each address is from a multiple of 16 bytes."""
+    return tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
 
 
 def remembered(plans: dict, key: tuple, plan):

@@ -1,4 +1,4 @@
-"""Gluon's names that differ between versions of Triton, under one name each. Triton 3.6 to 3.9."""
+"""Gluon's names that differ between Triton 3.6 and 3.9, under one name each."""
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..host.device import triton_version
 
-VERSION = triton_version() or (0, 0)
+LATER = (triton_version() or (0, 0)) >= (3, 9)
 
 
 @builtin
@@ -18,7 +18,7 @@ def _reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-thread_barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier
-tma_reduce_add = tma.async_atomic_add if VERSION >= (3, 8) else _reduce_add  # before, libtriton alone had it
-tma_load = tma.async_load if VERSION >= (3, 9) else tma.async_copy_global_to_shared
-tma_store = tma.async_store if VERSION >= (3, 9) else tma.async_copy_shared_to_global
+thread_barrier = gl.barrier if LATER else gl.thread_barrier
+tma_reduce_add = tma.async_atomic_add if LATER else _reduce_add  # before, libtriton alone had it
+tma_load = tma.async_load if LATER else tma.async_copy_global_to_shared
+tma_store = tma.async_store if LATER else tma.async_copy_shared_to_global
