@@ -6,7 +6,7 @@ repeatable gradients for speed. Importing the package needs torch alone; Triton 
 it.
 """
 
-from . import chunked, reference, saved_checkpoints
+from . import reference, saved_checkpoints
 from .api import decode_attention, decodes, forgetting_attention
 from .choose_backend import choose
 from .determinism import deterministic, set_deterministic
@@ -15,7 +15,6 @@ saved_checkpoints.register(__name__)
 
 __all__ = [
     "choose",
-    "chunked",
     "decode_attention",
     "decodes",
     "deterministic",

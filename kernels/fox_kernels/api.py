@@ -2,7 +2,7 @@
 
 import torch
 
-from . import chunked, chunked_operator, reference
+from . import chunked_operator, reference
 from .arguments import as_wide_as, check, check_cache, check_gates, under_autocast
 from .choose_backend import announce, choose
 from .host.device import triton_unsupported
@@ -79,9 +79,7 @@ def forgetting_attention(
             return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
         o, lse = autograd.forgetting_attention(q, k, as_wide_as(q, v), log_f, options, documents, chosen, True)
         return (o[..., : v.shape[-1]], lse) if return_lse else o[..., : v.shape[-1]]
-    attend = reference.attend
-    if chosen == "chunked":
-        attend = chunked_operator.attend if torch.compiler.is_compiling() else chunked.attend
+    attend = reference.attend if chosen == "reference" else chunked_operator.attend
     return attend(q, k, v, log_f, options, documents, return_lse)
 
 
@@ -132,8 +130,8 @@ def decode_attention(
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    from .decoding import operator as decode_operator
+    from .decoding import planner
 
     wide = as_wide_as(q, v)
-    o = decode_operator.decode_attention(q, k, wide, c_hi, c_lo, options, seq_start)
+    o = planner.decode_attention(q, k, wide, c_hi, c_lo, options, seq_start)
     return o if wide is v else o[..., : v.shape[3]]

@@ -1,9 +1,7 @@
 """Checks of the operators' arguments, once for every implementation, and their options resolved."""
 
-import functools
 import numbers
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,24 +14,11 @@ POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
-    device = q.device.type if all(isinstance(x, Tensor) for x in (q, k, v)) else "meta"
-    if device == "meta":
-        return q, k, v  # to be refused
-    if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def without_autocast(function: Callable) -> Callable:
-    """`function`, whose first argument is a tensor, with autocast off: it would take products from float32."""
-
-    @functools.wraps(function)
-    def call(x: Tensor, *arguments):
-        with torch.autocast(x.device.type, enabled=False):
-            return function(x, *arguments)
-
-    return call
 
 
 def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
@@ -52,16 +37,11 @@ def resolved(options: Options, head_dim: int, S: int) -> Options:
 
 def check(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, options: Options, documents: Documents) -> Options:
     """Return the options `resolved`, or raise ValueError naming the wrong argument, what is allowed and what to do."""
-    given = {"q": q, "k": k, "v": v, "log_f": log_f}
-    given |= {name: x for name, x in documents._asdict().items() if x is not None}
-    for name, x in given.items():
-        _check_dense(name, x)
-        if name in ("q", "k", "v") and x.dim() != 4:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
     B, T, H, D = q.shape
     S, Hkv = k.shape[1], k.shape[2]
-    if D == 0:
-        raise ValueError(f"head_dim must be at least 1, got q of {tuple(q.shape)}")
     if k.shape[:3] != v.shape[:3] or not 0 < v.shape[3] <= k.shape[3]:
         raise ValueError(
             f"k and v must have one shape (v's heads may be narrower), got {tuple(k.shape)} and {tuple(v.shape)}"
@@ -85,19 +65,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, options: Options, docu
     if not q.device == k.device == v.device == log_f.device:
         devices = f"{q.device}, {k.device}, {v.device}, {log_f.device}"
         raise ValueError(f"q, k, v and log_f must be on one device, got {devices}")
-    if q.device.type == "meta":
-        raise ValueError("tensors on the meta device have no values to attend to: FakeTensorMode propagates shapes")
     _check_documents(documents, B, S, q.device)
     _check_options(options, torch.float64 if q.dtype == torch.float64 else torch.float32)
     return resolved(options, D, S)
-
-
-def _check_dense(name: str, x) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else x.layout
-        raise ValueError(f"{name} must be a dense tensor, got a {kind} one: pad rows or pack them (cu_seqlens)")
 
 
 def _check_documents(documents: Documents, B: int, S: int, device: torch.device) -> None:
@@ -165,21 +135,14 @@ def check_gates(log_f: Tensor) -> None:
 
 def check_cache(q: Tensor, k: Tensor, v: Tensor, c_hi: Tensor, c_lo: Tensor, options: Options, seq_start) -> Options:
     """`check` for `decode_attention`."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
-        _check_dense(name, x)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
     wanted = (q.shape[0], q.shape[2], k.shape[1])
     if c_hi.shape != wanted or c_lo.shape != wanted:
         raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
-    if c_lo.device != c_hi.device:
-        raise ValueError(f"c_hi and c_lo must be on one device, got {c_hi.device} and {c_lo.device}")
-    alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
-    if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
-        raise ValueError(
-            f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
-            f"{c_lo.dtype} {c_lo.stride()}"
-        )
+    kinds = [(x.dtype, x.device, x.stride()) for x in (c_hi, c_lo)]
+    if kinds[0] != kinds[1] or c_hi.dtype != torch.float32 or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
+        raise ValueError(f"c_hi and c_lo must be float32 on one device with the same strides, the last 1; got {kinds}")
     return check(q, k, v, c_hi.transpose(1, 2), options, Documents(seq_start=seq_start))
 
 

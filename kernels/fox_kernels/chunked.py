@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import check, check_backward, has_values, under_autocast, without_autocast
-from .options import LOG_F_MIN, Documents, Options, given
+from .arguments import has_values
+from .options import LOG_F_MIN, Documents, Options
 
 SCORES_PER_CHUNK = 1 << 20  # floats alive per score matrix: 4 MB, so that the passes over it stay in the cache
 
@@ -164,7 +164,6 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
     return scores, rows, columns, capped
 
 
-@without_autocast
 def forward(q, k, v, log_f, options: Options, documents: Documents) -> tuple[Tensor, Tensor]:
     """Return o (B, Hkv, G, T, DV) and lse (B, H, T), both in the computing dtype; options are checked."""
     p = _prepare(q, k, v, log_f, options, documents)
@@ -233,25 +232,6 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
         n += b - a
 
 
-class _ForgettingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, log_f, options, documents):
-        o, lse = forward(q, k, v, log_f, options, documents)
-        ctx.given = options, documents
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, log_f, o, lse)
-        return outward(o, q), lse.transpose(1, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        check_backward(do, dlse)
-        q, k, v, log_f, o, lse = ctx.saved_tensors
-        do = torch.zeros_like(o) if do is None else do.to(o.dtype).unflatten(2, o.shape[1:3]).permute(0, 2, 3, 1, 4)
-        dlse = None if dlse is None else dlse.transpose(1, 2)
-        return *backward(do, dlse, q, k, v, log_f, o, lse, *ctx.given), None, None
-
-
-@without_autocast
 def backward(do, dlse, q, k, v, log_f, o, lse, options: Options, documents: Documents):
     """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes; do, dlse, o, lse are in those of `forward`."""
     dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, options, documents), o, lse, do, dlse)
@@ -271,28 +251,3 @@ def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return total
     _, ends = packed_edges(cu_seqlens, dc.shape[-1])
     return total - torch.nn.functional.pad(total, (0, 1))[..., ends]
-
-
-def forgetting_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, return_lse: bool = False, **options
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`fox_kernels.forgetting_attention` with memory linear in the tokens, on any device; options as there.
-
-    Scores, sums and gradients are kept in float32 (float64 for float64).
-    """
-    q, k, v = under_autocast(q, k, v)
-    wanted, documents = given(**options)
-    return attend(q, k, v, log_f, check(q, k, v, log_f, wanted, documents), documents, return_lse)
-
-
-def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`forgetting_attention` for arguments that have been checked."""
-    if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
-        o = q[..., : v.shape[-1]] + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
-        lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
-        o, lse = _ForgettingAttention.apply(q, k, v, log_f, options, documents)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
-        o, lse = forward(q, k, v, log_f, options, documents)
-        o, lse = outward(o, q), lse.transpose(1, 2).contiguous()
-    return (o, lse) if return_lse else o

@@ -1,4 +1,4 @@
-"""The chunked path as one operator, for torch.compile: its loop over chunks of queries is not traced.
+"""The chunked path under autograd, as one operator: torch.compile does not trace its loop over chunks of queries.
 
     fox_kernels::chunked             q, k, v, log_f -> o, lse as `chunked` saves them for its backward
     fox_kernels::chunked_backward    -> dq, dk, dv, dlog_f
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import chunked
+from .arguments import check_backward
 from .options import SCHEMA, Documents, Options
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_f"
@@ -19,7 +20,8 @@ INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_f"
 def attention(q, k, v, log_f, cu_seqlens, seq_start, *options):
     if q.numel() == 0:
         return _like_outputs(q, k, v)
-    return chunked.forward(q, k, v, log_f, Options(*options), Documents(cu_seqlens, seq_start))
+    with torch.autocast(q.device.type, enabled=False):  # it would take products from float32
+        return chunked.forward(q, k, v, log_f, Options(*options), Documents(cu_seqlens, seq_start))
 
 
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +44,8 @@ def attention_backward(do, dlse, q, k, v, log_f, o, lse, cu_seqlens, seq_start, 
     if q.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), log_f.new_zeros(log_f.shape)
     given = Options(*options), Documents(cu_seqlens, seq_start)
-    dq, dk, dv, d_log_f = chunked.backward(do, dlse, q, k, v, log_f, o, lse, *given)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, d_log_f = chunked.backward(do, dlse, q, k, v, log_f, o, lse, *given)
     return dq, dk.contiguous(), dv.contiguous(), d_log_f.contiguous()
 
 
@@ -58,6 +61,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dlse):
+    check_backward(do, dlse)
     do = torch.zeros_like(ctx.saved_tensors[4]) if do is None else do
     grads = attention_backward(do, dlse, *ctx.saved_tensors, *ctx.options)
     return *grads, *[None] * (2 + len(ctx.options))
@@ -67,7 +71,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`chunked.attend` as one operator."""
+    """`fox_kernels.forgetting_attention` with memory linear in the tokens, of arguments that have been checked."""
     o, lse = attention(q, k, v, log_f, *documents[:2], *options)
     o = chunked.outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

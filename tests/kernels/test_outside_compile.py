@@ -38,16 +38,6 @@ def test_one_graph_for_every_length(problem, options):
     assert len(graphs) <= 2  # as many queries as keys, and fewer
 
 
-def test_a_length_marked_dynamic_is():
-    inputs, _, _ = draw(Case(T=40, D=8))
-    for x in inputs:
-        torch._dynamo.mark_dynamic(x, 1)
-    compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*inputs), forgetting_attention(*inputs))
-    empty = [x.detach()[:, :0] for x in inputs]
-    assert compiled(*empty).shape == (2, 0, 2, 8)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch 2.14's own check
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_operator_passes_torchs_own_check(dtype):

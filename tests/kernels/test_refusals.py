@@ -88,6 +88,7 @@ REFUSED = (
     ("c_hi and c_lo must be", {"lo": lo[:, :, 1:]}, {}),
     ("must be float32", {"lo": lo.double()}, {}),
     ("same strides", {"lo": lo.contiguous()}, {}),
+    ("the last 1", {name: x.mT.contiguous().mT for name, x in (("hi", hi), ("lo", lo))}, {}),
     ("on one device", {"lo": torch.empty_strided(lo.shape, lo.stride(), device="meta")}, {}),
     ("one shape", {"v": v[:, 1:]}, {}),
     ("one floating dtype", {"v": v.double()}, {}),

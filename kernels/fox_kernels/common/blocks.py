@@ -98,33 +98,28 @@ def scale_of(scale: float, softcap: float | None) -> Scale:
 
 
 def exact_tanh(softcap: float | None, dtype: torch.dtype) -> bool:
-    """Return whether `soft_capped` must give tanh with all its digits."""
+    """Return whether `scaled` must give tanh with all its digits."""
     return softcap is not None and (dtype == torch.float32 or softcap > COARSE_CAP)
 
 
 @triton.jit
 def scaled(s, scale, EXACT_TANH: tl.constexpr):
-    """Products of queries and keys as base-2 scores, capped if there is a softcap; and tanh of the cap."""
+    """Products of queries and keys as base-2 scores, capped if there is a softcap; and tanh of the cap.
+
+    Near 0, tanh by exp2 is a difference of two numbers near 1, with an error of 6e-8 of softcap2. EXACT_TANH: 6e-8 of
+    the value.
+    """
     s = s * scale.base2
     tanh = s
     if scale.softcap2 is not None:
-        s, tanh = soft_capped(s, scale.softcap2, scale.inverse_cap, EXACT_TANH)
+        tanh = 1.0 - 2.0 / (tl.exp2(s * scale.inverse_cap) + 1.0)
+        if EXACT_TANH:
+            x = s * scale.inverse_cap * 0.34657359027997264  # ln(2) / 2
+            y = x * x  # Taylor's series of tanh to x^9: its error below 0.3 is 5e-8
+            near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+            tanh = tl.where(y < 0.09, near, tanh)
+        s = scale.softcap2 * tanh
     return s, tanh
-
-
-@triton.jit
-def soft_capped(s, softcap2, inverse_cap, EXACT: tl.constexpr):
-    """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh.
-
-    Near 0 that is a difference of two numbers near 1, with an error of 6e-8 of softcap2. EXACT: 6e-8 of the value.
-    """
-    t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
-    if EXACT:
-        x = s * inverse_cap * 0.34657359027997264  # ln(2) / 2
-        y = x * x  # Taylor's series of tanh to x^9: its error below 0.3 is 5e-8
-        near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
-        t = tl.where(y < 0.09, near, t)
-    return softcap2 * t, t
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import cdiv, launch, power_of_2
+from ..layer.gate import log_sigmoid
 from ..layer.support import available
 
 MOST_COLUMNS, MOST_ROWS = 16384, 256  # one program takes a row; many rows are torch's
@@ -54,11 +55,7 @@ def gate_rows_kernel(x_ptr, w_ptr, b_ptr, log_f_ptr, K, H, BLOCK: tl.constexpr):
         x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
         z += x * tl.load(w_ptr + k0 + k, mask=k0 + k < K, other=0.0)
     z = tl.sum(z, 0) + tl.load(b_ptr + h)
-    e = tl.exp(-tl.abs(z))
-    u = 1.0 + e
-    # log1p without a library, as in layer.gate
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    tl.store(log_f_ptr + tl.program_id(0), tl.minimum(z, 0.0) - log1p)
+    tl.store(log_f_ptr + tl.program_id(0), log_sigmoid(z))
 
 
 def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
@@ -69,20 +66,20 @@ def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
     return few and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
 
 
+def _require(fits: bool, name: str, x: Tensor) -> None:
+    if not fits:
+        raise ValueError(
+            f"{name} can't run for {tuple(x.shape)} {x.dtype} on {x.device} and what came with it: use torch's own"
+        )
+
+
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
 
     weight (K,) of x's dtype. Raises ValueError where `takes_rows` is False or shapes differ.
     """
-    if (
-        not takes_rows(x, weight)
-        or weight.shape != x.shape[-1:]
-        or (residual is not None and residual.shape != x.shape)
-    ):
-        raise ValueError(
-            f"add_norm can't run for x {tuple(x.shape)} {x.dtype} on {x.device}, weight {tuple(weight.shape)} "
-            f"{weight.dtype}: use torch's own"
-        )
+    alike = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
+    _require(alike and takes_rows(x, weight), "add_norm", x)
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     residual = None if residual is None else residual.contiguous()
@@ -99,11 +96,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises ValueError where `takes_rows` is False for gate, or up is not like it.
     """
-    if not takes_rows(gate) or up.shape != gate.shape or up.dtype != gate.dtype or not up.is_contiguous():
-        raise ValueError(
-            f"silu_mul can't run for {tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} "
-            f"{up.dtype}: use torch's own"
-        )
+    alike = up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
+    _require(alike and takes_rows(gate), "silu_mul", gate)
     out, N = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
         launch(silu_mul_kernel, (cdiv(N, BLOCK),), (gate, up, out, N), (BLOCK,))
@@ -116,11 +110,8 @@ def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Raises ValueError where `takes_rows` is False or weights don't fit.
     """
     H, K = weight.shape
-    if not takes_rows(x) or x.shape[-1] != K or bias.shape != (H,) or not weight.dtype == bias.dtype == torch.float32:
-        raise ValueError(
-            f"gate_rows can't run for x {tuple(x.shape)} {x.dtype} on {x.device} and weights {tuple(weight.shape)} "
-            f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}: use torch's own"
-        )
+    fits = x.shape[-1] == K and bias.shape == (H,) and weight.dtype == bias.dtype == torch.float32
+    _require(fits and takes_rows(x), "gate_rows", x)
     log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, K, H)

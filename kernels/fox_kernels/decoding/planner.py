@@ -1,5 +1,7 @@
 """Plans and launches decoding: into how many stretches the keys are split, what is searched, which kernels run.
 
+    fox_kernels::decode   q, k, v, c_hi, c_lo -> o, the operator where something watches operators
+
 All that calls of a kind share is worked out once, in a `Decoder`. What padding and a horizon leave differs between
 sequences and heads: then all stretches are of one length, as many to a head as it has keys left, and each program finds
 out which is its own. Where a head's horizon lies the step before has found, or a small kernel finds it from a few
@@ -13,10 +15,11 @@ import torch
 
 from ..common.blocks import LOG2_E, exact_tanh, scale_of
 from ..common.groups import Gates, Problem, Strides
-from ..host.device import capability, processors
+from ..host.device import capability, on_device, processors
 from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
-from ..options import Options
+from ..host.tracing import traced
+from ..options import SCHEMA, Documents, Options
 from ..triton.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import CacheStrides, Parts, Tile, merge_kernel, split_kernel
 from .search import search_kernel, search_steps
@@ -178,3 +181,25 @@ def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None):
     decoder = decoder_for(q.shape, Hkv, q.dtype, q.device, options, padded=padded)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, lse2=lse2), lse2
+
+
+@torch.library.custom_op(
+    "fox_kernels::decode", mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor c_hi, Tensor c_lo, {SCHEMA}) -> Tensor",
+)  # fmt: skip
+def decode_operator(q, k, v, c_hi, c_lo, cu_seqlens, seq_start, *options):
+    with on_device(q):
+        return launch_decode(q, k, v, c_hi, c_lo, Options(*options), seq_start)[0]
+
+
+@decode_operator.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape)
+
+
+def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start) -> torch.Tensor:
+    """`fox_kernels.decode_attention`, which has checked the arguments."""
+    if traced(q, k, v, c_hi, c_lo):
+        return decode_operator(q, k, v, c_hi, c_lo, *Documents(seq_start=seq_start)[:2], *options)
+    with on_device(q):
+        return launch_decode(q, k, v, c_hi, c_lo, options, seq_start)[0]

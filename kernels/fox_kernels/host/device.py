@@ -46,21 +46,28 @@ def on_device(q: torch.Tensor):
     return torch.cuda.device(q.device)
 
 
-def triton_unsupported(q: torch.Tensor) -> str | None:
-    """Return why the Triton kernels can't run for queries like q, or None if they can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+def no_triton_on(device: torch.device) -> str | None:
+    """Return why Triton kernels can't run on a device, or None if they can."""
     if not HAS_TRITON:
         return "triton is not installed"
-    if q.device.type != "cuda" and not (interpreted and q.device.type == "cpu"):
-        return f"tensors are on {q.device.type}, Triton needs cuda"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, Triton needs cuda"
+    if torch.version.cuda is None:
+        return "the kernels are proven on CUDA only"
+    return "the GPU is older than Ampere (compute capability 8.0)" if capability(device) < (8, 0) else None
+
+
+def triton_unsupported(q: torch.Tensor) -> str | None:
+    """Return why the Triton kernels can't run for queries like q, or None if they can."""
+    reason = no_triton_on(q.device)
+    if reason is not None:
+        return reason
     if q.dtype not in TRITON_DTYPES:
         return f"dtype {q.dtype} is not one of bfloat16, float16, float32"
-    if interpreted and q.dtype == torch.bfloat16:
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if q.shape[-1] not in TRITON_HEAD_DIMS:
         return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
-    if q.device.type == "cuda" and torch.version.cuda is None:
-        return "the kernels are proven on CUDA only"
-    if q.device.type == "cuda" and capability(q.device) < (8, 0):
-        return "the GPU is older than Ampere (compute capability 8.0)"
     return None

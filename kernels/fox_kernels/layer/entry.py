@@ -8,6 +8,7 @@ goes into G as two 16-bit numbers (its rounding and the rest), so that dW_f keep
 itself is computed in float32 by `gate`. For training in eager mode; `rotary` and `gate` serve torch.compile.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..host.launch import launch, power_of_2
 from . import gate, rotary
-from .support import require, without_autocast
+from .support import require
 
 
 @triton.jit
@@ -134,13 +135,21 @@ def _stacked_weights(wq: Tensor, wk: Tensor, wv: Tensor, wf: Tensor, dtype: torc
     return out
 
 
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Return a context in which products of x's dtype stay in it; entering torch's own costs the host 20 us."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, wq, wk, wv, bias, wf, bf, cos, sin, head_dim):
         (B, T, K), (Q, KV, H) = x.shape, (w.shape[0] for w in (wq, wk, wf))
         flat = x.reshape(B * T, K)
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
-        with torch.cuda.device_of(x), without_autocast(x):
+        with torch.cuda.device_of(x), _without_autocast(x):
             weights = _stacked_weights(wq, wk, wv, wf, x.dtype)
             columns = weights[: Q + 2 * KV].t()
             qkv = flat @ columns if bias is None else torch.addmm(bias.to(x.dtype), flat, columns)
@@ -170,7 +179,7 @@ class _Entry(torch.autograd.Function):
         dq, dk, dv = (d if d.stride(1) == 1 else d.contiguous() for d in (dq, dk, dv))
         dlog_f = dlog_f.reshape(N, H)
         needs = ctx.needs_input_grad
-        with torch.cuda.device_of(x), without_autocast(x):
+        with torch.cuda.device_of(x), _without_autocast(x):
             g = torch.empty(N, R + 2 * padded, dtype=x.dtype, device=x.device)
             block = rotary.tokens_per_program(D // 2)
             blocks = -(-N // block)

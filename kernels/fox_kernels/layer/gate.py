@@ -8,18 +8,27 @@ backward; here x is read once in its own dtype each way. Products are three tf32
 ulp. dW and db are summed in a fixed order: the same bit for bit in every run.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..host.launch import launch, power_of_2
+from ..host.launch import cdiv, launch, power_of_2
 from .support import require
 
-FEW = 512  # rows that leave most of a GPU idle
 SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
+
+
+@triton.jit
+def log_sigmoid(z):
+    """min(z, 0) - log1p(exp(-|z|))"""
+    e = tl.exp(-tl.abs(z))
+    u = 1.0 + e
+    # log1p without a library: log(u) has the rounding error of 1 + e, which the quotient corrects
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.minimum(z, 0.0) - log1p
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -36,13 +45,9 @@ def gate_kernel(
         w = tl.load(w_ptr + h[None, :] * K + (k0 + k)[:, None], mask=(h < H)[None, :] & inside[:, None], other=0.0)
         z = tl.dot(x.to(tl.float32), w, z, input_precision="tf32x3")
     z += tl.load(b_ptr + h, mask=h < H, other=0.0)[None, :]
-    e = tl.exp(-tl.abs(z))
-    u = 1.0 + e
-    # log1p without a library: log(u) has the rounding error of 1 + e, which the quotient corrects
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     at = n[:, None] * H + h[None, :]
     here = (n < N)[:, None] & (h < H)[None, :]
-    tl.store(log_f_ptr + at, tl.minimum(z, 0.0) - log1p, mask=here)
+    tl.store(log_f_ptr + at, log_sigmoid(z), mask=here)
     if z_ptr is not None:
         tl.store(z_ptr + at, z, mask=here)
 
@@ -77,30 +82,27 @@ def gate_backward_kernel(
         tl.store(db_ptr + split * H + h, db, mask=h < H)
 
 
-def forward_tile(H: int, N: int | None = None) -> dict[str, int]:
-    """Return the tile of `gate_kernel`: the largest that spills nothing on Ampere, Ada and Hopper.
+class Tile(NamedTuple):
+    """What a kernel is compiled for: heads, rows and columns of a step; warps and pipeline stages."""
 
-    Few rows, N of them, as of a step that decodes, leave most of the GPU idle however they are cut: there each program
-    has fewer, and goes through K in longer steps.
-    """
+    heads: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def forward_tile(H: int) -> Tile:
+    """Return the tile of `gate_kernel`: the largest that spills nothing on Ampere, Ada and Hopper."""
     heads = max(16, power_of_2(H))
-    if N is not None and N <= FEW and heads <= 64:
-        return {"HEADS": heads, "BM": 16, "BK": 64, "num_warps": 4, "num_stages": 3}
-    if heads == 16:
-        return {"HEADS": heads, "BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
-    return {"HEADS": heads, "BM": 32, "BK": 32, "num_warps": 8, "num_stages": 2}
+    return Tile(heads, 64, 32, 4, 3) if heads == 16 else Tile(heads, 32, 32, 8, 2)
 
 
-def backward_tile(H: int) -> dict[str, int]:
+def backward_tile(H: int) -> Tile:
     """Return the tile of `gate_backward_kernel`."""
     heads = max(16, power_of_2(H))
-    BM, BK = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
-    return {"HEADS": heads, "BM": BM, "BK": BK, "num_warps": 4, "num_stages": 2}
-
-
-def _launch(kernel, programs: int, arguments: tuple, tile: dict[str, int]) -> None:
-    constants = (tile["HEADS"], tile["BM"], tile["BK"])
-    launch(kernel, (programs,), arguments, constants, warps=tile["num_warps"], stages=tile["num_stages"])
+    rows, columns = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
+    return Tile(heads, rows, columns, 4, 2)
 
 
 def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor, keeps_logit: bool = True) -> tuple[Tensor, Any]:
@@ -109,9 +111,9 @@ def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor, keeps_logit: bool = 
     log_f = torch.empty(N, H, dtype=torch.float32, device=x.device)
     z = torch.empty_like(log_f) if keeps_logit else None
     if N:
-        tile = forward_tile(H, N)
+        tile = forward_tile(H)
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H)
-        _launch(gate_kernel, -(-N // tile["BM"]), arguments, tile)
+        launch(gate_kernel, (cdiv(N, tile.rows),), arguments, tile[:3], warps=tile.warps, stages=tile.stages)
     return log_f, z
 
 
@@ -122,14 +124,13 @@ def _backward(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     if not N:
         return dx, torch.zeros_like(weight), weight.new_zeros(H)
     tile = backward_tile(H)
-    steps = -(-N // (tile["BM"] * SPLITS))
-    splits = -(-N // (tile["BM"] * steps))
+    steps = cdiv(N, tile.rows * SPLITS)
+    splits = cdiv(N, tile.rows * steps)
     dw = torch.empty(splits, H, K, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, H, dtype=torch.float32, device=x.device)
-    arguments = (
-        dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps,
-    )  # fmt: skip
-    _launch(gate_backward_kernel, splits * -(-K // tile["BK"]), arguments, tile)
+    arguments = (dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps)
+    grid = (splits * cdiv(K, tile.columns),)
+    launch(gate_backward_kernel, grid, arguments, tile[:3], warps=tile.warps, stages=tile.stages)
     return dx, dw.sum(0), db.sum(0)
 
 
