@@ -3,8 +3,7 @@
 examples:
   python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything: minutes, most of them compiling
   python kernels/bench.py --only '^table 2,8192' --only ours                what both regular expressions match
-  python kernels/bench.py --list --only decode                              the labels they are searched in, no GPU
-  python kernels/bench.py --chart benchmarks/kernels.json                   a PNG, an SVG and the summary of it, no GPU
+  python kernels/bench.py --chart benchmarks/kernels.json                   a PNG and an SVG of it, no GPU
 
 stages, in this order: table (the shapes everyone is compared on, dense and with a horizon, gates of short memory),
 decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents).
@@ -24,11 +23,10 @@ import argparse
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
 
-from bench_problems import METHOD, OURS, Decode, Task, select, tasks
-from bench_report import decode_line, draw, error_line, markdown, row_line
+from bench_problems import OURS, Decode, Task, select, tasks
+from bench_report import decode_line, draw, error_line, row_line
 
 LISTS = {"table": "rows", "extras": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
@@ -64,7 +62,7 @@ class Results:
 def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Results:
     """Return where the results go, with what is known of the run so far."""
     command = " ".join(["python kernels/bench.py", *arguments.given])
-    data = {"schema": 2, "command": command, "method": METHOD, "machine": machine, **ceilings}
+    data = {"schema": 2, "command": command, "machine": machine, **ceilings}
     data |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
     return Results(Path(arguments.out) if arguments.out else None, data)
 
@@ -75,12 +73,10 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     from bench_contenders import setups
     from bench_measure import Clock, ceilings, decode, errors, machine, measure
 
-    started = time.monotonic()
     torch.manual_seed(0)
     clock = Clock()
-    idle = machine()
     top = ceilings(clock)
-    results = start(arguments, {**idle, "under_load": machine()}, top)
+    results = start(arguments, machine(), top)
     print(json.dumps(results.data["machine"]), flush=True)
     print(f"matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gb_s']:.0f} GB/s", flush=True)
 
@@ -91,16 +87,11 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
         return errors(table, task.problem) if task.stage == "errors" else measure(table, task.problem, clock)
 
     for task in plan:
-        began = time.monotonic()
         rows, skipped = one(task)
         results.add(task, rows)
         for name, why in skipped:
             results.skip(task.problem.name, name, why)
-        print(
-            f"  {task.stage} took {time.monotonic() - began:.1f} s, {time.monotonic() - started:.0f} in all", flush=True
-        )
         torch.cuda.empty_cache()
-    results.data["machine_after"] = machine()
     results.data["complete"] = not any(name in OURS for _, name, _ in results.data["skipped"])
     results.save()
     return results
@@ -118,10 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="REGEX", help="measure what matches; all, if repeated"
     )
-    parser.add_argument("--list", action="store_true", help="print the labels of what would be measured, and end")
-    parser.add_argument(
-        "--chart", metavar="JSON", help="draw an earlier run's chart beside it, print its summary, and end"
-    )
+    parser.add_argument("--chart", metavar="JSON", help="draw an earlier run's chart beside it, and end")
     arguments = parser.parse_args(argv)
     arguments.given = argv
     if arguments.official and not Path(arguments.official).is_file():
@@ -133,23 +121,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.chart:
-            result = json.loads(Path(arguments.chart).read_text())
-            draw(result, Path(arguments.chart))
-            print(markdown(result))
+            draw(json.loads(Path(arguments.chart).read_text()), Path(arguments.chart))
             return 0
         plan = select(tasks(bool(arguments.official), importlib.util.find_spec("fla") is not None), arguments.only)
-        if arguments.list:
-            print("\n".join(task.label(name) for task in plan for name in task.contenders))
-            return 0
         import torch
 
         if not torch.cuda.is_available():
-            raise ValueError("no CUDA device: nothing to measure (--chart draws a saved result, --list shows the plan)")
+            raise ValueError("no CUDA device: nothing to measure (--chart draws a saved result)")
         results = run(arguments, plan)
     except (OSError, ValueError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    print(markdown(results.data))
     return 0 if results.data["complete"] else 1
 
 

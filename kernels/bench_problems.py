@@ -12,12 +12,6 @@ ON_AND_OFF = ("ours", HORIZON, "plain Triton")
 CONTENDERS = (*DENSE, UNORDERED, *SPARSE)
 OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 GATES = ("open", "mixed", "short")
-METHOD = (
-    "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
-    "before each by writing 256 MB; eight rounds over all contenders of a problem, 2 to 30 calls each in turn, in a "
-    "new order every round; queued_ms: the same step while the GPU is kept busy until all is launched; peak_mb: one "
-    "step beyond its inputs; bf16 throughout"
-)
 
 
 class Problem(NamedTuple):
@@ -114,5 +108,5 @@ def select(plan: list[Task], only: list[str]) -> list[Task]:
             chosen.append(task._replace(contenders=names))
     if not chosen:
         example = plan[0].label(plan[0].contenders[0])
-        raise ValueError(f"--only {only} matches nothing; it is searched in labels like {example!r} (see --list)")
+        raise ValueError(f"--only {only} matches nothing; it is searched in labels like {example!r}")
     return chosen

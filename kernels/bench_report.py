@@ -1,44 +1,14 @@
-"""What the measurements mean: ratios to the peers of the same run, a table and a chart."""
+"""Measurements as lines of text and as a chart."""
 
 from pathlib import Path
 from typing import Any
 
-from bench_problems import HORIZON, OURS, OUTPUTS, TABLE, UNORDERED, Problem
-
-# name -> (whose total time, forward and backward, over whose)
-RATIOS = {
-    "official": ("ours", "official"),
-    "fla": ("ours", "fla"),
-    "FA2, no gate": ("ours", "FlashAttention-2, no gate"),
-    "cuDNN, no gate": ("ours", "cuDNN, no gate"),
-    "dq in any order / cuDNN": (UNORDERED, "cuDNN, no gate"),
-    "plain Triton / official": ("plain Triton", "official"),
-    "horizon / official, pruned": (HORIZON, "official, pruned"),
-}
+from bench_problems import HORIZON, OUTPUTS, TABLE, Problem
 
 
 def totals(result: dict, p: Problem) -> dict[str, float]:
     """Return contender -> milliseconds of forward and backward on a problem."""
     return {r["contender"]: r["total_ms"] for r in result["rows"] if r["problem"] == p.name}
-
-
-def ratio(times: dict[str, float], mine: str, other: str) -> str:
-    return f"{times[mine] / times[other]:.2f}" if mine in times and other in times else "-"
-
-
-def error_ratios(result: dict) -> list[str]:
-    """Return a line per output and kernel of ours: the least and greatest error over the official kernel's."""
-    found: dict[str, list[float]] = {}
-    rows = {(r["problem"], r["contender"]): r for r in result["errors"]}
-    for (problem, mine), row in rows.items():
-        official = rows.get((problem, "official"))
-        if mine in OURS and official is not None:
-            for n in OUTPUTS:
-                found.setdefault(f"error of {n}, {mine} / official", []).append(row[n] / official[n])
-    return [
-        f"{what}: {min(x):.4f} to {max(x):.4f}, above 1 in {sum(r > 1 for r in x)} of {len(x)}"
-        for what, x in found.items()
-    ]
 
 
 def row_line(row: dict) -> str:
@@ -58,19 +28,6 @@ def decode_line(row: dict) -> str:
 
 def error_line(row: dict) -> str:
     return f"error {row['problem']:26} {row['contender']:14} " + "  ".join(f"{n} {row[n]:.2e}" for n in OUTPUTS)
-
-
-def markdown(result: dict) -> str:
-    """Return the summary: times and ratios per shape, what a horizon costs that hides nothing, decoding, errors."""
-    columns = ["B,T,H,Hkv,D", "ours, ms", *RATIOS, "gates open: horizon on / off"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for p in TABLE:
-        times = totals(result, p)
-        if "ours" in times:
-            cells = [ratio(times, *pair) for pair in RATIOS.values()]
-            cells.append(ratio(totals(result, p._replace(gates="open")), HORIZON, "ours"))
-            lines.append(f"| {p.name.split(' ')[0]} | {times['ours']:.3f} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *map(decode_line, result["decode"]), "", *error_ratios(result)])
 
 
 COLOURS = {

@@ -53,22 +53,7 @@ def test_flops_count_the_causal_pairs_that_are_asked_for():
     assert p._replace(document=2048).forward_flops == p.forward_flops / 4
 
 
-def test_summary_has_each_shape_with_its_ratios_and_the_errors_beside_the_official_kernels():
-    result = synthetic({"official": 2.0, "cuDNN, no gate": 0.8, "plain Triton": 1.71})
-    for r in result["errors"]:
-        if r["contender"] == "ours":
-            r["dq"] = 2.1e-3
-    lines = bench_report.markdown(result).splitlines()
-    for p, line in zip(TABLE, lines[2:], strict=False):
-        shape, ours, official, fla, _, cudnn, _, plain, _, horizon = line.strip("| ").split(" | ")
-        assert (shape, ours, official, fla) == (p.name.split(" ")[0], "1.000", "0.50", "0.10")
-        assert (cudnn, plain, horizon) == ("1.25", "0.85", "1.00")
-    assert "error of dq, ours / official: 1.0500 to 1.0500, above 1 in 6 of 6" in lines
-    result["rows"] = [r for r in result["rows"] if r["contender"] == "ours"]
-    assert lines[2].split(" | ")[1] in bench_report.markdown(result)
-
-
-def test_chart_is_drawn_from_the_results_the_same_each_time(tmp_path, capsys):
+def test_chart_is_drawn_from_the_results_the_same_each_time(tmp_path):
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps(synthetic()))
     drawn = []
@@ -78,7 +63,6 @@ def test_chart_is_drawn_from_the_results_the_same_each_time(tmp_path, capsys):
     assert drawn[0] == drawn[1]
     assert drawn[0][0].startswith(b"\x89PNG")
     assert b"<svg" in drawn[0][1]
-    assert "error of dlog_f, ours / official" in capsys.readouterr().out
 
 
 def test_results_are_written_row_by_row(tmp_path):
@@ -140,11 +124,6 @@ def test_refusals_exit_with_2(argv, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(argv) == 2
     assert message in capsys.readouterr().err
-
-
-def test_list_needs_no_gpu(capsys):
-    assert bench.main(["--list"]) == 0
-    assert f"decode {Decode(1, 32768).name} | ours" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
