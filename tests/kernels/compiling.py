@@ -1,50 +1,39 @@
 """Compiles kernels without a GPU: what they take of a multiprocessor, and products that Triton may get wrong."""
 
+import contextlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
 
 # compute capability -> bytes of shared memory that a program may have: A100, RTX 30, RTX 40, H100, B200, RTX 50
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-STATES = (
-    "q k v o do dq dk dv residual x y dx dy r s gate up out keys values logit dlogit cos sin oq ok qkv g"
-)  # fmt: skip
-HALVES = {f"{name}_ptr" for name in STATES.split()}
-INTEGERS = {f"{name}_ptr" for name in ("start", "end", "lower", "unseen", "first", "length")}
-FLOATS = {"scale", "scale2", "softcap2", "inverse_cap", "horizon2", "floor", "eps"}
 
 
-def type_of(argument: str) -> str:
-    """Return an argument's usual type by its name: states are bfloat16, gates and sums float32."""
-    if argument.endswith("_ptr"):
-        return "*bf16" if argument in HALVES else "*i32" if argument in INTEGERS else "*fp32"
-    return "fp32" if argument in FLOATS else "i32"
+@contextlib.contextmanager
+def noted(*modules) -> Iterator[list[tuple]]:
+    """Let what modules launch not run, but become (kernel, its arguments by name, warps, stages) in a list."""
+    found = []
+
+    def note(kernel, grid, arguments=(), constants=(), *, warps=4, stages=3, **named) -> None:
+        named |= dict(zip(kernel.arg_names, (*arguments, *constants), strict=False))
+        found.append((kernel, named, warps, stages))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "launch", note)
+        yield found
 
 
-def compiled(function, constants: dict, arch: int, warps: int = 4, stages: int = 3, **types: str):
-    """Compile a kernel whose addresses and rows are multiples of 16, as they are for ordinary tensors.
-
-    constants: may hold others than the kernel's. types: of arguments that are not of their usual one.
-    """
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    usual = {name: "constexpr" if name in constants else type_of(name) for name in function.arg_names}
-    signature = usual | types
-    aligned = [re.match(r"s(q|k|v|o|do)_|TP$|SP$|.*_ptr$", name) for name in signature]
-    attributes = {
-        (n,): [["tt.divisibility", 16]]
-        for n, (match, kind) in enumerate(zip(aligned, signature.values(), strict=True))
-        if match and not kind.startswith(("constexpr", "tensordesc"))
-    }
-    source = ASTSource(function, signature, constants, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def by_name(found: list[tuple]) -> dict[str, tuple]:
+    """Return launches by their kernels' names, less `_kernel`."""
+    return {launch[0].fn.__name__.removesuffix("_kernel"): launch for launch in found}
 
 
 class Driver:

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton.language as tl
-from compiling import SHARED_MEMORY, check, compiled, compiled_launch, transposed_dot_results
+from compiling import SHARED_MEMORY, by_name, check, compiled_launch, noted, transposed_dot_results
 from fox_kernels.common import cumsum, edges, first_weights, horizon
 from fox_kernels.options import Documents, Options, Saved
 from fox_kernels.triton import backward, forward, tiles
@@ -32,20 +32,13 @@ HEAD_DIMS = [64, 128, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 96
 def launches(
     D: int, arch: int, group: int = 1, starts: bool = False, dlse: bool = False, **options
 ) -> dict[str, tuple]:
-    """Return (kernel, its arguments, warps, stages) by name of what a forward and a backward launch in bfloat16."""
-    found: dict[str, tuple] = {}
-
-    def note(kernel, grid, arguments=(), constants=(), *, warps=4, stages=3, **named) -> None:
-        named |= dict(zip(kernel.arg_names, (*arguments, *constants), strict=False))
-        found[kernel.fn.__name__] = kernel, named, warps, stages
-
+    """Return what a forward and a backward launch in bfloat16, `by_name`."""
     q = torch.zeros(1, 96, 3 * group, D, dtype=torch.bfloat16)
     k, c = torch.zeros(1, 96, 3, D, dtype=torch.bfloat16), torch.zeros(1, 3 * group, 96)
     chosen = Options(0.125, **options)
     documents = Documents(seq_start=torch.zeros(1, dtype=torch.int32) if starts else None)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, cumsum, edges, first_weights, horizon):
-            patch.setattr(module, "launch", note)
+    modules = (forward, backward, cumsum, edges, first_weights, horizon)
+    with noted(*modules) as found, pytest.MonkeyPatch.context() as patch:
         for module in (forward, backward):
             patch.setattr(module, "describable", lambda *_: arch >= 90)
             patch.setattr(
@@ -54,12 +47,12 @@ def launches(
             )  # fmt: skip
         o, lse2 = forward.launch_forward(q, k, k, c, c, chosen, documents, residual=q)
         backward.launch_backward(q, c if dlse else None, q, k, k, Saved(o, lse2, c, c, q), chosen, documents)
-    return found
+    return by_name(found)
 
 
 def compiled_tile(kernel: str, D: int, arch: int, **problem):
     """Compile a kernel with the tile that its launcher takes for bfloat16 on a GPU of a compute capability."""
-    function, named, warps, stages = launches(D, arch, **problem)[f"{kernel}_kernel"]
+    function, named, warps, stages = launches(D, arch, **problem)[kernel]
     return compiled_launch(function, named, arch, warps, stages)
 
 
@@ -73,7 +66,8 @@ def hazard_kernel(q_ptr, k_ptr, o_ptr):
 
 
 def test_the_hazard_would_be_seen():
-    ttir = compiled(hazard_kernel, {}, 90).asm["ttir"]
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    ttir = compiled_launch(hazard_kernel, dict.fromkeys(("q_ptr", "k_ptr", "o_ptr"), x), 90).asm["ttir"]
     assert len(transposed_dot_results(ttir)) == 1
 
 
@@ -108,6 +102,6 @@ def test_with_every_option_on(kernel, D, arch):
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("D", [64, 256, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 128))])
 def test_the_first_block_fits_and_spills_little(D, arch):
-    function, named, warps, stages = launches(D, arch, group=4, sink=4, softcap=300.0)["first_block_kernel"]
+    function, named, warps, stages = launches(D, arch, group=4, sink=4, softcap=300.0)["first_block"]
     binary = compiled_launch(function, named, arch, warps, stages)
     check(binary, arch, 48 if (arch, D) == (90, 256) else 0)

@@ -45,20 +45,6 @@ def test_the_kernel_finds_what_torch_finds_on_a_gpu():
     assert differences("cuda") == []
 
 
-def test_edges_join_documents_padding_and_window():
-    cu_seqlens = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    seq_start = torch.tensor([0, 2], dtype=torch.int32)
-
-    def rows(B, S, cu_seqlens, seq_start, window):
-        found = edges_torch(B, S, cu_seqlens, seq_start, window, "cpu")
-        return None if found is None else found.tolist()
-
-    assert rows(1, 9, cu_seqlens, None, None) == [[[0, 0, 0, 3, 4, 4, 4, 4, 4]], [[3, 3, 3, 4, 9, 9, 9, 9, 9]]]
-    assert rows(1, 9, cu_seqlens, None, 2) == [[[0, 0, 1, 3, 4, 4, 5, 6, 7]], [[2, 3, 3, 4, 6, 7, 8, 9, 9]]]
-    assert rows(2, 4, None, seq_start, None) == [[[0, 0, 0, 0], [2, 2, 2, 2]], [[4, 4, 4, 4], [0, 0, 4, 4]]]
-    assert rows(2, 4, None, None, None) is None
-
-
 def by_definition(c: torch.Tensor, horizon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return start and end of c (B, H, S) float64, natural units."""
     S = c.shape[-1]
@@ -71,7 +57,6 @@ def by_definition(c: torch.Tensor, horizon: float) -> tuple[torch.Tensor, torch.
 
 def differences_within() -> list[str]:
     """Problems for which the kernel's edges are not those of the definition and of the documents together."""
-
     wrong = []
     for seed, (S, horizon) in enumerate(((1, 8.0), (300, 0.5), (300, 8.0), (513, 3.0))):
         torch.manual_seed(seed)

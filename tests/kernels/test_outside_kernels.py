@@ -24,7 +24,6 @@ FP16 = torch.float16
 
 def check_heads_far_apart_in_memory() -> None:
     """A head's distance times its number passes 2^31: x of the fused helpers may be laid out heads first."""
-
     torch.manual_seed(0)
     room = torch.empty(2**31 + 2**20, dtype=FP16)  # of which little is touched, so little exists
 
@@ -42,7 +41,6 @@ def check_heads_far_apart_in_memory() -> None:
 
 def check_nan_through_lse(device: str = "cpu", backend: str = "triton") -> None:
     """Merging parts by lse gives NaN as the gradient of -inf, of rows that see nothing: it stays out of the others."""
-
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 100, 2, 64, device=device).to(FP16).requires_grad_() for _ in range(3))
     log_f = -torch.rand(2, 100, 2, device=device)
@@ -90,7 +88,6 @@ def test_nan_through_lse_on_a_gpu(backend):
 
 
 def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
-
     handed = []
 
     def launch(do, dlse2, q, k, v, *_, **__):

@@ -19,7 +19,6 @@ USUAL = {"open": 1.333e-4, "mixed": 1.025e-4, "short": 1.319e-4}
 
 def of_o() -> dict[str, float]:
     """Return the errors of o before it is rounded, by gates; runs interpreted."""
-
     errors = {}
     for gate in USUAL:
         torch.manual_seed(0)
@@ -37,7 +36,6 @@ def of_o() -> dict[str, float]:
 
 def problem(T: int, D: int, gate: str, sink: int = 0, softcap: float | None = None):
     """Return q, k, v, do in half precision, 4 query heads on 2 kv heads, log_f, and the weights in float64."""
-
     torch.manual_seed(1)
     q, do = (torch.randn(2, T, 4, D).half() for _ in range(2))
     k, v = (torch.randn(2, T, 2, D).half() for _ in range(2))
@@ -51,13 +49,11 @@ def problem(T: int, D: int, gate: str, sink: int = 0, softcap: float | None = No
 
 def products(p, do):
     """Return sum_i p_ij do_i (B, T, Hkv, D) in float64, over the query heads of a group too."""
-
     return torch.einsum("bhij,bihd->bjhd", p, do.double()).unflatten(2, (2, 2)).sum(3)
 
 
 def of_dv() -> dict[str, list[float]]:
     """Return the errors of dv with all weights rounded and ours, by gates; runs interpreted."""
-
     errors = {}
     for gate in USUAL:
         q, k, v, do, log_f, p = problem(160, 16, gate)
@@ -71,7 +67,6 @@ def of_dv() -> dict[str, list[float]]:
 
 def of_the_first() -> dict[str, float]:
     """Return how far what the kernel finds lost is from what is, relative; runs interpreted."""
-
     errors = {}
     for T, D, sink, softcap in ((70, 16, 0, None), (64, 80, 3, None), (20, 32, 0, 4.0), (1, 16, 0, None)):
         q, k, v, do, log_f, p = problem(T, D, "mixed", sink, softcap)

@@ -32,29 +32,34 @@ def edges_torch(B: int, S: int, cu_seqlens, seq_start, window: int | None, devic
     return torch.stack((start, torch.searchsorted(start, keys, right=True, out_int32=True)))
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def gate_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`layer.gate.gate`."""
     with torch.autocast(x.device.type, enabled=False):
-        return torch.nn.functional.logsigmoid(torch.nn.functional.linear(x.float(), weight, bias))
+        return torch.nn.functional.logsigmoid(torch.nn.functional.linear(wide(x), weight, bias))
 
 
 def head_norm_torch(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -> Tensor:
     """`layer.norm.head_norm`."""
-    y = x.float()
+    y = wide(x)
     if gain is not None:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gain
     if logit is not None:
-        y = y * (2 * torch.sigmoid(logit.float())).view(x.shape)
+        y = y * (2 * torch.sigmoid(wide(logit))).view(x.shape)
     return y.to(x.dtype)
 
 
 def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`layer.rotary.rotary`."""
     turning, half = cos.shape[-1], q.shape[-1] // 2
-    cos, sin = cos[:, None].float(), sin[:, None].float()
+    cos, sin = wide(cos)[:, None], wide(sin)[:, None]
 
     def turn(x: Tensor) -> Tensor:
-        a, b = x[..., :turning].float(), x[..., half : half + turning].float()
+        a, b = wide(x[..., :turning]), wide(x[..., half : half + turning])
         first, second = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
         return torch.cat((first, x[..., turning:half], second, x[..., half + turning :]), -1)
 
@@ -63,8 +68,8 @@ def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def shift_torch(x: Tensor, amount: Tensor) -> Tensor:
     """`layer.shift.shift`."""
-    before = torch.cat((x[:, :1], x[:, :-1]), 1).float()
-    return torch.lerp(x.float(), before, amount[..., None]).to(x.dtype)
+    before = wide(torch.cat((x[:, :1], x[:, :-1]), 1))
+    return torch.lerp(wide(x), before, amount[..., None]).to(x.dtype)
 
 
 def entry_torch(

@@ -17,7 +17,7 @@ from retrofox.serving import paged_attention, paged_rows
 from retrofox.serving.prefill import Links
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
-from compiling import check, compiled_launch
+from compiling import check, compiled_launch, noted
 
 KV_HEADS, PAGE, REQUESTS = 2, 16, 3
 OPTIONS = {"scale": 0.125, "window": None, "sink": 0, "softcap": None, "horizon": None}
@@ -74,22 +74,10 @@ CALLS = {
 }
 
 
-def launches(call) -> list[tuple]:
-    """Return (kernel, its arguments, warps, stages) of what a call launches."""
-    found = []
-
-    def note(kernel, grid, arguments, constants, *, warps=4, stages=3) -> None:
-        found.append((kernel, dict(zip(kernel.arg_names, (*arguments, *constants), strict=True)), warps, stages))
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (paged_attention, paged_rows):
-            patch.setattr(module, "launch", note)
-        call()
-    return found
-
-
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("name", CALLS)
 def test_fits_and_spills_nothing(name, arch):
-    for kernel, named, warps, stages in launches(CALLS[name]):
+    with noted(paged_attention, paged_rows) as found:
+        CALLS[name]()
+    for kernel, named, warps, stages in found:
         check(compiled_launch(kernel, named, arch, warps, stages), arch)
