@@ -138,7 +138,7 @@ class Decoding:
             sampler.on_device(self.logits)
 
     def _capture(self, sampler: Any) -> None:
-        """Records a step; where that fails, steps go on uncaptured, and it is said why."""
+        """Records a step; where that fails, steps go on uncaptured, and a warning says why."""
         collects = gc.isenabled()
         graph = torch.cuda.CUDAGraph()
         failure: Exception | None = None

@@ -160,7 +160,7 @@ class _StopAfterOneToken(StoppingCriteriaList):
 
 
 class Sampler:
-    """Which token comes next, and which rows have ended: transformers' processors, criteria and draws, in its order.
+    """Chooses the next tokens as transformers does (processors, draws, criteria); notes which rows have ended.
 
     Greedy search without processors is made of device operations only (`captures`), so it may be part of the graph. ids
     (B, total) holds the tokens so far, `column` is the next token's place.

@@ -20,7 +20,7 @@ from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition
 
 PAGE = 256
-"""Tokens between two looks for what is lost; the newest PAGE tokens may be cropped."""
+"""Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
 MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
 KEEP_ALL = 'start with a cache that keeps all keys (`generate` with cache_implementation="dynamic")'
 Tensor = torch.Tensor
@@ -46,7 +46,7 @@ class ForgettingLayer(DynamicLayer):
         self.groups, self.bases = [GrowingLayer()], [0]
         self.pairs: Any = None
         self.horizon: float | None = None
-        self.begin, self.next_look = 0, 2 * PAGE
+        self.begin, self.next_check = 0, 2 * PAGE
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -136,7 +136,7 @@ class ForgettingLayer(DynamicLayer):
         """
         horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
-        if self.seen < self.next_look or self.whole or (horizon is window is None) or torch.is_grad_enabled():
+        if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
         begin, first = self.seen - PAGE, call.seq_start
         if self.pairs is None and first is not None:
@@ -155,7 +155,7 @@ class ForgettingLayer(DynamicLayer):
         lengths = (self.seen - start.clamp_max(begin - 1)).tolist()
         numbers = list(range(len(self))) if self.pairs is None else [x for pairs in self.pairs for x in pairs]
         firsts = [0] * len(rows) if self.pairs is not None or first is None else first.tolist()
-        self.next_look = self.seen + PAGE
+        self.next_check = self.seen + PAGE
         parts = partition(lengths)
         if sum(len(x) * (sink + lengths[x[0]]) for x in parts) > self.num_live * 15 // 16:
             return  # too little to move all the rest for

@@ -23,9 +23,8 @@ class GrowingLayer(DynamicLayer):
 
         c_t = log2(e) * sum_{l <= t} log f_l, in two floats
 
-    It takes the place of a cache's empty `DynamicLayer`, whose interface it has. Where gradients are recorded, what is
-    there is left as it is and copied, as in a DynamicLayer. Projections that key and value shift need of a token's
-    predecessor lie behind the channels of its key.
+    It replaces a cache's empty `DynamicLayer` and has its interface; where gradients are recorded it copies as that
+    does. Projections that key and value shift need of a token's predecessor lie behind the channels of its key.
 
     Attributes:
         keys, values: (B, Hkv, S, width), views of the first S tokens of what is allocated.

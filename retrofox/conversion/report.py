@@ -70,7 +70,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
 
 @contextmanager
 def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Progress with time left for the bytes of the weights; gives the function to feed it with."""
+    """A progress bar for copied weights; yields the function that takes (bytes done, bytes in all)."""
     bar = progress_bar("MB", not quiet)
 
     def feed(done: int, total: int) -> None:

@@ -69,7 +69,7 @@ def watch(model: PreTrainedModel, token_ids: torch.Tensor, visit: Visit, origina
         original: run it in mode "original", as the base model.
     """
 
-    # It has the original function's name: the mixin refuses to run with any other attention function.
+    # Named as the function it stands for: the mixin refuses to run with any other.
     def fox_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         visit(module.layer_idx, _received(module, query, key, options))
         return fox.fox_attention(module, query, key, value, mask, **options)

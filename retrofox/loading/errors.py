@@ -15,10 +15,10 @@ def first_line(error: BaseException | None) -> str:
 
 @contextmanager
 def opening(source: object, stays: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
-    """Turns what libraries raise in the block, at files that make no model, into a ValueError of one line.
+    """Turns errors of libraries at a model's damaged files into a ValueError of one line.
 
-    At damaged files they raise anything: KeyError, struct.error, UnpicklingError, bare Exceptions. An option that
-    `from_pretrained` doesn't know, or too little memory, is not the files' fault: those errors stay.
+    They raise anything: KeyError, struct.error, UnpicklingError, bare Exceptions. Errors about an option that
+    `from_pretrained` doesn't know, or about memory, stay as they are.
 
     Args:
         stays: errors that say enough by themselves.

@@ -24,7 +24,7 @@ from retrofox.loading.errors import opening
 
 Values = Mapping[str, Any]
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families whose files hold all of a model, or nearly so."""
+"""Families whose files are read."""
 READ = {
     *("attention.key_length", "attention.value_length", "attention.scale", "attention.layer_norm_epsilon"),
     *("rope.dimension_count", "rope.scale_linear", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"),

@@ -45,7 +45,7 @@ class ReportPart:
 
     Attributes:
         name: of its folder and in the report's JSON, such as "needle-easy".
-        measures: what it does, for the line that is printed while it runs.
+        measures: the amount of texts or tasks, in words.
         run: the evaluation; called with `options`, `out` and where it runs (dtype, device).
         file: the JSON that the evaluation writes last.
         options: all that decides its result besides the models' and texts' contents.
