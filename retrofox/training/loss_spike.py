@@ -8,10 +8,6 @@ from pathlib import Path
 from retrofox.training import checkpoint
 
 
-class Diverged(ValueError):
-    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
-
-
 class Guard:
     """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
 
@@ -26,7 +22,7 @@ class Guard:
         self.mean: float | None = None
 
     def check(self, loss: float, grad_norm: float | None, step: int) -> None:
-        """Raises Diverged, or takes the loss into the running mean."""
+        """Takes the loss into the running mean; raises ValueError where it is no number, or has jumped."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             found = f"loss {loss}, gradient norm {grad_norm}: not finite"
         elif self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
@@ -36,7 +32,7 @@ class Guard:
             return
         good, _ = checkpoint.newest_good(self.root)
         stands = f"{good} stands (delete it if it is spoilt, too)" if good else "There is no checkpoint yet"
-        raise Diverged(
+        raise ValueError(
             f"step {step}: {found}. {stands}: run again after lowering learning_rate (gate rates first), raising "
             "warmup_tokens or lowering clip; a spike that you trust to pass: raise spike_factor"
         )

@@ -46,6 +46,19 @@ def test_frozen_weights_of_a_conversion_teach_themselves(converted, recipe_of):
     assert teacher_of(recipe_of(converted), converted) is None
 
 
+def test_an_original_that_learnt_the_texts_first_teaches(make_recipe, pico_checkpoint, tmp_path):
+    """Two runs: the original by itself, then its retrofit from what that left."""
+    first = make_recipe({"learning_rate": 1e-2}, converted=False, fox=None, output="first")
+    learnt = train(first)["model"]
+    recipe = make_recipe({"objective": "align"}, {"objective": "distill"}, model=learnt, fox={"half_life": [2, 200]})
+    assert [stage["objective"] for stage in train(recipe)["stages"]] == ["align", "distill"]
+    teacher = teacher_for(recipe, recipe.stages[1], tmp_path / "run" / "converted", PartialState(cpu=True))
+    original = AutoModelForCausalLM.from_pretrained(learnt)
+    with original_form(teacher):
+        torch.testing.assert_close(logits(teacher), logits(original), rtol=1e-4, atol=1e-4)
+    assert (logits(original) - logits(AutoModelForCausalLM.from_pretrained(pico_checkpoint))).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("rates", [{"attention": 1e-4, "rest": 0}, {"attention": 0, "rest": 1e-4}])
 def test_weights_that_move_are_taught_by_a_copy(converted, recipe_of, rates):
     assert teacher_of(recipe_of(converted, rates=rates), converted) is not None
