@@ -117,7 +117,7 @@ def _explain(item: Any) -> tuple[str, str]:
 
 
 def _only_with(key: str, section: type[Section]) -> str:
-    """The objectives whose stages have a key that a stage of another objective was given."""
+    """A hint naming the objectives that take a key which this stage doesn't take; "" where none does."""
     kinds = _sections(Recipe.model_fields["stages"].annotation)
     having = [kind for kind in kinds if section in kinds and key in kind.model_fields]
     objectives = [name for kind in having for name in get_args(kind.model_fields["objective"].annotation)]

@@ -184,7 +184,7 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[tuple[Any, Any]]:
-    """The file and its decompressed stream; what reading raises on damage becomes a ValueError."""
+    """The file and its decompressed stream; errors of reading damaged data become a ValueError."""
     with open(path, "rb") as raw:
         try:
             yield raw, OPENERS[compression(path)](raw)

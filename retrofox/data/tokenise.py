@@ -25,7 +25,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 class Todo(NamedTuple):
-    """A shard to write: what to read, how, and the shard's file stem."""
+    """A shard to write: the unit it is read from, how, and the shard's file stem."""
 
     unit: Unit
     reading: Reading
@@ -33,7 +33,7 @@ class Todo(NamedTuple):
 
 
 def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> None:
-    """Writes shards, those that are read alike from one stream of documents: no core waits at the end of a unit.
+    """Writes shards. Those with the same `Reading` share one stream of documents, so no core waits between units.
 
     Raises:
         ValueError, OSError: a unit can't be read; the shards before it are written.
@@ -48,7 +48,7 @@ def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> 
 
 @contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
-    """Tokenizers use all cores here, and one in processes forked later, each of which would print a warning else."""
+    """Tokenizers use all cores inside, and one in processes forked later: else each of these prints a warning."""
     os.environ.pop(PARALLELISM, None)
     try:
         yield
@@ -75,7 +75,7 @@ def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callab
 
 
 def _documents(todo: list[Todo], reading: Reading) -> Iterator[Record]:
-    """The documents of all units in order, END behind those of each."""
+    """The documents of all units in order, with END after each unit."""
     for shard in todo:
         yield from shard.unit.records(reading.field, reading.chat)
         yield END
@@ -87,7 +87,7 @@ def cores() -> int:
 
 
 class _ShardWriter:
-    """One shard, under temporary names until it is complete and on disk; closing `files` removes what is not."""
+    """Writes one shard, under temporary names until it is complete; closing `files` removes an incomplete one."""
 
     def __init__(self, folder: Path, shard: Todo, dtype: np.dtype):
         self.folder, self.key, self.name, self.dtype = folder, shard.key, shard.unit.name, dtype

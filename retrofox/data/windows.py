@@ -84,7 +84,7 @@ class Window:
 
 
 def require_files(sources: Sequence[Text]) -> None:
-    """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
+    """Refuses texts that are not there, before a model is loaded; datasets on the Hub are not looked up."""
     for source in sources:
         given = as_source(source)
         if not given.path.startswith("hf:"):

@@ -1,4 +1,4 @@
-"""Whether instructions survive: greedy answers of a model beside those of its base, which made them first.
+"""Whether instructions survive: greedy answers of a model beside those of its base.
 
 The base answers prompts by its own chat template, greedily. The model answers the same prompts. Reported are the share
 of answers that are the same token by token, the loss of the base's own answers

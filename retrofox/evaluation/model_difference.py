@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LEAST_DOCUMENTS = 5
-"""Documents from which they are the sample; with fewer, the rows are, each part of a document for itself."""
+"""With so many documents or more they are the sample; with fewer, the rows are."""
 
 
 @torch.no_grad()

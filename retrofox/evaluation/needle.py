@@ -118,7 +118,7 @@ def needle(
 
 
 def _answers(opened: LoadedModel, prompts: Sequence[Prompt], progress: bool) -> list[dict[str, Any]]:
-    """One record for each prompt, as in needle.json; the answer is what is emitted up to the first wrong token."""
+    """One record for each prompt, as in needle.json; `answer` ends at the first wrong token."""
     texts = [prompt.scored for prompt in prompts]
     with progress_bar("tokens", progress) as bar:
         task = bar.add_task(opened.name, total=sum(text.needed for text in texts))

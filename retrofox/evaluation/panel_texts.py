@@ -13,7 +13,7 @@ from retrofox.data.sources import resolve
 
 SHIPPED = Path(__file__).with_name("panel-texts")
 SHORTEST_ROW = 32
-"""Tokens of the shortest row: what is left over after the last full row is dropped if it has fewer."""
+"""Tokens of the shortest row: a shorter remainder behind the last full row is dropped."""
 
 
 @dataclass(frozen=True)

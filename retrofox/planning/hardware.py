@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 
 USABLE = 0.94
-"""Of a GPU's memory, without its context and what the allocator can't use."""
+"""Share of a GPU's memory that is left beside its context and the allocator's losses."""
 NAMES = {
     "a100-40": ("NVIDIA A100 40GB", 40e9),
     "a100-80": ("NVIDIA A100 80GB", 80e9),
@@ -20,8 +20,8 @@ NAMES = {
     "4090": ("NVIDIA GeForce RTX 4090", 24e9),
     "5090": ("NVIDIA GeForce RTX 5090", 32e9),
 }
-"""Short name -> a name as drivers give it, and bytes that a run can have: the vendor's figure in GB, which is what is
-left of the driver's, in GiB."""
+"""Short name -> the driver's name, and bytes that a run can use: the vendor's figure in GB is about what the context
+leaves of the driver's figure in GiB."""
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,

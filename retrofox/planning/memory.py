@@ -149,7 +149,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
 
 
 def _layer(shape: Shape, stage: Stage, tokens: int, number: int, adapts: bool) -> tuple[float, float, float]:
-    """Bytes of a layer's activations: kept; in the backward if recomputed; what that backward adds to kept ones."""
+    """Bytes of a layer's activations: kept; in the backward, if recomputed; on top of kept ones in that backward."""
     hidden, inner = number * shape.hidden, number * shape.width
     outputs = 5 if shape.converted and not adapts and stage.objective != "align" else 4
     attention = outputs * hidden + number * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim

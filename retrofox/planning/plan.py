@@ -31,7 +31,7 @@ SWITCHES: dict[str, Any] = {
     "offload_activations": True,
     "gradient_checkpointing": "full",
 }
-"""Switches that save memory and what they are set to, from the one that costs least time to the one that costs most.
+"""Switches that save memory and their values, from the least to the most costly in time.
 
 One row at a time costs nothing where a row fills the GPU; tiles and offloaded checkpoints, which only come with
 gradient checkpointing, nothing that their copies can't hide; gradient checkpointing a third of the products, every

@@ -32,7 +32,7 @@ def temporary(folder: Path, name: str) -> Iterator[Path]:
 
 
 def missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are not there, innermost first: what making it makes."""
+    """The folder and its parents that don't exist, innermost first."""
     return [place for place in (folder, *folder.parents) if not place.exists()]
 
 

@@ -1,4 +1,4 @@
-"""For every report: the environment that its numbers depend on, and progress while they are made."""
+"""The environment that measured numbers depend on, tables, and progress bars."""
 
 from __future__ import annotations
 

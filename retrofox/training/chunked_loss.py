@@ -1,4 +1,4 @@
-"""Which cross-entropy runs, and the sum of a loss over rows of hidden states whose logits never all exist at once."""
+"""The choice of a cross-entropy, and losses summed over rows of hidden states, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 
 
 class Head:
-    """The language-model head on a given weight: what `logits_from_hidden` needs of a model, and nothing else."""
+    """The language-model head with a given weight, in place of a model for `logits_from_hidden`."""
 
     def __init__(self, config: Any, weight: torch.Tensor, linear: Any = F.linear):
         self.config, self.weight, self.linear = config, weight, linear

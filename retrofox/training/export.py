@@ -56,7 +56,7 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:
-    """Ties tensors again that gathering the shards made two of, so that they are written once."""
+    """Ties tensors again, of which gathering the shards made two copies, so that they are written once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

@@ -39,7 +39,7 @@ def check_here(recipe: Recipe) -> list[str]:
 
 
 def measure_here(recipe: Recipe, report: dict[str, Any]) -> None:
-    """Adds to a plan's report what two real steps of every stage measure here: speed, peak memory, hours.
+    """Adds the speed, peak memory and hours of two real steps of every stage here to a plan's report.
 
     Raises:
         ValueError: several devices, and not one process for each.

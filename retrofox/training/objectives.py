@@ -1,4 +1,4 @@
-"""The objectives of a retrofit, none of which ever holds the logits of all positions at once."""
+"""The objectives of a retrofit; none holds the logits of all positions at once."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def original_form(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _adapters_off(model: Any) -> Iterator[None]:
-    """Without adapters, if it has any; left to peft, those that a stage froze would be trainable afterwards."""
+    """Turns adapters off. peft alone would make those trainable afterwards that a stage has frozen."""
     if not hasattr(model, "disable_adapter"):
         yield
         return

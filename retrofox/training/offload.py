@@ -54,7 +54,7 @@ class Offload:
             return checkpoint(function, *inputs, use_reentrant=False)
 
     def _leave(self, x: torch.Tensor) -> Checkpoint | torch.Tensor:
-        """Takes a checkpoint in; the one before it, whose layer has run by now, starts on its way to the CPU."""
+        """Keeps a layer's checkpoint, and starts to copy that of the layer before, which has run by now, to the CPU."""
         if not x.numel():  # torch's own anchor
             return x
         self._settle()
@@ -66,7 +66,7 @@ class Offload:
         return kept
 
     def _return(self, kept: Checkpoint | torch.Tensor) -> torch.Tensor:
-        """Gives a checkpoint back on the GPU, and starts to fetch the one that the backward needs next."""
+        """Returns a checkpoint on the GPU, and starts to fetch the one that the backward needs next."""
         if isinstance(kept, torch.Tensor):
             return kept
         self._settle()
@@ -84,7 +84,7 @@ class Offload:
         return found
 
     def _settle(self) -> None:
-        """Lets go of the checkpoint on its way out: what computes next waits for the copy, which ended long ago."""
+        """Frees the checkpoint that was copied to the CPU; the next kernel waits for the copy, which ended long ago."""
         if self.leaving is not None:
             tensor, copied = self.leaving
             if copied is not None:
@@ -111,7 +111,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device) -> Iterator[Any]:
-        """Inside, a GPU copies on a stream of its own, after what it was told so far; a CPU just copies."""
+        """Inside, a GPU copies on a stream of its own, behind the work queued so far; a CPU just copies."""
         if device.type != "cuda":
             yield None
             return

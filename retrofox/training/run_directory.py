@@ -1,4 +1,4 @@
-"""A run and its OUTPUT, which belongs to one recipe: what was begun there is resumed, or refused if it is another's."""
+"""A run and its OUTPUT, which belongs to one recipe: the same recipe resumes there, another is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
         return count_steps(self.recipe.stages[number], self.batch_tokens[number])
 
     def rows(self, number: int) -> range:
-        """Global rows that a stage reads, behind those that earlier stages of its length have read."""
+        """Global rows that a stage reads: it goes on where earlier stages of its length ended."""
         return stage_rows(self.recipe.stages, self.batch_tokens, number)
 
     def folder(self, number: int) -> Path:
@@ -188,7 +188,7 @@ def complete_stages(out: Path, stages: Sequence[Stage]) -> int:
 
 
 def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
-    """Keys whose change would make a resumed run another run; the first `complete` stages are done."""
+    """Changed keys that a resumed run may not change; the first `complete` stages are done."""
     old, new = _compared(before), _compared(now)
     found = [key for key in new if key != "stages" and old[key] != new[key]]
     if len(old["stages"]) != len(new["stages"]):

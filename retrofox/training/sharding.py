@@ -26,7 +26,7 @@ LARGE = 1 << 20
 
 
 def sharding_of(accelerator: Any) -> str:
-    """Who splits a run's weights, and in which form they are saved; a checkpoint names it, so that others refuse it."""
+    """What splits a run's weights and how they are saved. A checkpoint names it, and a run with another refuses it."""
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed"
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)

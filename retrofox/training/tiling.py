@@ -25,7 +25,7 @@ from retrofox.anatomy import causal_lm, decoder_layers, inner_model
 from retrofox.planning.steps import auto_tile
 
 EXPERTS = ("experts", "gate", "router")
-"""Names of the parts that send tokens to different experts: which tokens share a tile would change what they do."""
+"""Names of the parts that route tokens to experts: their output depends on which tokens share a tile."""
 
 
 def tile_modules(model: Any, which: str | int) -> int:

@@ -174,7 +174,7 @@ class FoxTrainer(Trainer):
         set_rates(self.optimizer, scheduler, [group["lr"] for group in parameter_groups(self.model, self.stage)])  # type: ignore[arg-type]
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""
+        """Trains to the end of the stage, or until a signal; first restores from the checkpoint's note."""
         if resume_from_checkpoint is not None:
             note = self._note_of(Path(resume_from_checkpoint))
             self.resumed_step = note["step"]
@@ -202,7 +202,7 @@ class FoxTrainer(Trainer):
         return note
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes checkpoint-N, then its COMPLETE marker, then rotates; says what failed and what still stands."""
+        """Writes checkpoint-N, then its COMPLETE marker, then rotates; an error names a complete one."""
         root = Path(str(self.args.output_dir))
         directory = root / f"checkpoint-{self.state.global_step}"
         if checkpoint.problem(directory) is None:
@@ -254,7 +254,7 @@ class FoxTrainer(Trainer):
             self._load_from_checkpoint(str(directory))
 
     def release(self) -> Any:
-        """The model with its own forward again, for what comes after the stage."""
+        """The model with its own forward again, for export and the next stage."""
         model = self.accelerator.unwrap_model(self.model)
         for ours in ("forward", "_original_forward", "_is_accelerate_prepared"):
             model.__dict__.pop(ours, None)

@@ -1,4 +1,4 @@
-"""Refusals of `train` before anything is written, which `plan --check` lists, among them those of a stage's model."""
+"""Refusals of `train` before it writes anything; `plan --check` lists them."""
 
 from __future__ import annotations
 
