@@ -11,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 from compiling import compiled_launch
+from fox_kernels.common.groups import Strides
 from fox_kernels.hopper import backward as hopper_backward
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import CUTS
@@ -133,7 +134,9 @@ def in_interpreter() -> str:
         parts = dq.view(-1, 4, 2, 2, 4, D // 64, 8, 4, 2)
         given = parts.permute(0, 1, 6, 3, 5, 4, 7, 2, 8).reshape(dq.shape)
         row_sum, dc, out = torch.randn(B, H, rows), torch.zeros(B, H, S), torch.full((B, T, H, D), float("nan"))
-        finish_kernel[(rows // 64 * B * H,)](given, out, row_sum, dc, *out.stride()[:3], 0.5, T, S, H, rows, D=D, BM=64)
+        finish_kernel[(rows // 64 * B * H,)](
+            given, out, row_sum, dc, Strides(*out.stride()[:3]), 0.5, T, S, H, rows, D=D, BM=64
+        )
         assert torch.equal(out, 0.5 * dq.view(B, H, rows, D)[:, :, :T].transpose(1, 2)), D
         assert torch.equal(dc[..., S - T :], row_sum[..., :T])
         assert not dc[..., : S - T].any()

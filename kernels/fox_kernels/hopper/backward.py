@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
-from ..common.groups import Gates
+from ..common.groups import Gates, Strides
 from ..common.horizon import found_edges
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
@@ -206,12 +206,11 @@ def launch_backward(
             start_ptr=start, lo_ptr=tile_lo, hi_ptr=tile_hi, T=T, S=S, H=H, bounds=-(-T // BOUND), tiles=tiles,
             num_n=num_n,
         )  # fmt: skip
-    (so_b, so_t, so_h, _), (sd_b, sd_t, sd_h, _), (sq_b, sq_t, sq_h, _) = o.stride(), do.stride(), dq.stride()
-    sl_b, sl_h, sl_t = (0, 0, 0) if dlse2 is None else dlse2.stride()
+    of_dlse2 = None if dlse2 is None else Strides(dlse2.stride(0), token=dlse2.stride(2), head=dlse2.stride(1))
     plan.prepare(
         o_ptr=o, do_ptr=do, residual_ptr=residual, dlse2_ptr=dlse2, delta_ptr=delta, dq_ptr=sums, row_sum_ptr=row_sum,
-        ticket_ptr=ticket, so_b=so_b, so_t=so_t, so_h=so_h, sd_b=sd_b, sd_t=sd_t, sd_h=sd_h, sl_b=sl_b, sl_h=sl_h,
-        sl_t=sl_t, T=T, H=H, rows=rows, tickets=B * H * tiles,
+        ticket_ptr=ticket, of_o=Strides(*o.stride()[:3]), of_do=Strides(*do.stride()[:3]), of_dlse2=of_dlse2,
+        T=T, H=H, rows=rows, tickets=B * H * tiles,
     )  # fmt: skip
     if plan.first:
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
@@ -221,7 +220,7 @@ def launch_backward(
         T=T, T_PAD=rows, S=S, H=H, KV_GROUP=H // Hkv, num_n=num_n, num_bh=B * Hkv, group=plan.group,
     )  # fmt: skip
     plan.finish(
-        sum_ptr=sums, dq_ptr=dq, row_sum_ptr=row_sum, dc_ptr=dc, sq_b=sq_b, sq_t=sq_t, sq_h=sq_h, scale=float(scale),
-        T=T, S=S, H=H, rows=rows,
+        sum_ptr=sums, dq_ptr=dq, row_sum_ptr=row_sum, dc_ptr=dc, strides=Strides(*dq.stride()[:3]),
+        scale=float(scale), T=T, S=S, H=H, rows=rows,
     )  # fmt: skip
     return dq, dk, dv, dc

@@ -8,11 +8,11 @@ from ..common.blocks import LOG2E
 
 @triton.jit(do_not_specialize=["T", "H", "rows", "tickets"])
 def prepare_kernel(
-    o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t,
-    sd_h, sl_b, sl_h, sl_t, T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
+    o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, of_o, of_do, of_dlse2,
+    T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, both
-    counters behind them and, with ZERO, dq."""
+    counters behind them and, with ZERO, dq. of_o, of_do, of_dlse2: strides."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
     bh = (index // tiles).to(tl.int64)
@@ -21,15 +21,18 @@ def prepare_kernel(
     offs_d = tl.arange(0, D)
     inside = offs_m < T
     row = offs_m.to(tl.int64)[:, None]
-    o = tl.load(o_ptr + b * so_b + h * so_h + row * so_t + offs_d[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_ptr + b * sd_b + h * sd_h + row * sd_t + offs_d[None, :], mask=inside[:, None], other=0.0)
+    o_rows = o_ptr + b * of_o.batch + h * of_o.head + row * of_o.token
+    do_rows = do_ptr + b * of_do.batch + h * of_do.head + row * of_do.token
+    o = tl.load(o_rows + offs_d[None, :], mask=inside[:, None], other=0.0)
+    do = tl.load(do_rows + offs_d[None, :], mask=inside[:, None], other=0.0)
     o = o.to(tl.float32)
     if residual_ptr is not None:  # contiguous, like o
         rest = residual_ptr + ((b * T + row) * H + h) * D + offs_d[None, :]
         o += tl.load(rest, mask=inside[:, None], other=0.0).to(tl.float32)
     delta = tl.sum(o * do.to(tl.float32), 1)
     if dlse2_ptr is not None:
-        dlse2 = tl.load(dlse2_ptr + b * sl_b + h * sl_h + offs_m.to(tl.int64) * sl_t, mask=inside, other=0.0)
+        dlse2_row = dlse2_ptr + b * of_dlse2.batch + h * of_dlse2.head
+        dlse2 = tl.load(dlse2_row + offs_m.to(tl.int64) * of_dlse2.token, mask=inside, other=0.0)
         delta -= dlse2.to(tl.float32) * LOG2E
     tl.store(delta_ptr + bh * rows + offs_m, delta)
     tl.store(row_sum_ptr + bh * rows + offs_m, tl.zeros([BM], tl.float32))
@@ -44,8 +47,8 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "H", "rows"])
 def finish_kernel(
-    sum_ptr, dq_ptr, row_sum_ptr, dc_ptr, sq_b, sq_t, sq_h, scale, T, S, H, rows, D: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    sum_ptr, dq_ptr, row_sum_ptr, dc_ptr, strides, scale, T, S, H, rows, D: tl.constexpr, BM: tl.constexpr
+):
     """dq = scale * its float32 sums, rounded; dc_i += dS's row sum."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
@@ -60,11 +63,8 @@ def finish_kernel(
     # between), 4 pairs of columns, rows 8 apart, the pair
     dq = tl.permute(tl.reshape(dq, [4, 8, 2, D // 64, 4, 4, 2, 2]), 0, 6, 2, 4, 3, 1, 5, 7)
     dq = tl.reshape(dq, [64, D])
-    tl.store(
-        dq_ptr + b * sq_b + h * sq_h + row * sq_t + offs_d[None, :],
-        dq.to(dq_ptr.dtype.element_ty),
-        mask=inside[:, None],
-    )
+    dq_rows = dq_ptr + b * strides.batch + h * strides.head + row * strides.token
+    tl.store(dq_rows + offs_d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
     dc = dc_ptr + bh * S + (S - T) + offs_m
     tl.store(dc, tl.load(dc, mask=inside, other=0.0) + tl.load(row_sum_ptr + bh * rows + offs_m), mask=inside)
 

@@ -37,8 +37,7 @@ def _turn(x_ptr, o_ptr, so_t, cos, sin, sx_t, t, T, pairs, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def rotary_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, oq_ptr, ok_ptr,
-    sq_b, sq_h, sq_t, sk_b, sk_h, sk_t, sc_b, sc_t,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, oq_ptr, ok_ptr, q_strides, k_strides, angle_strides,
     T, H, Hkv, pairs, turning, INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     heads = H + Hkv
@@ -48,20 +47,20 @@ def rotary_kernel(
     t = row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, HALF)
     turns = (t[:, None] < T) & (p[None, :] < turning)
-    at = b * sc_b + t[:, None].to(tl.int64) * sc_t + p[None, :]
+    at = b * angle_strides[0] + t[:, None].to(tl.int64) * angle_strides[1] + p[None, :]
     cos = tl.load(cos_ptr + at, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=turns, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
     if h < H:
-        q_ptr += b * sq_b + h.to(tl.int64) * sq_h
+        q_ptr += b * q_strides[0] + h.to(tl.int64) * q_strides[1]
         oq_ptr += (b * T * H + h) * pairs * 2
-        _turn(q_ptr, oq_ptr, H * pairs * 2, cos, sin, sq_t, t, T, pairs, HALF)
+        _turn(q_ptr, oq_ptr, H * pairs * 2, cos, sin, q_strides[2], t, T, pairs, HALF)
     else:
         h -= H
-        k_ptr += b * sk_b + h.to(tl.int64) * sk_h
+        k_ptr += b * k_strides[0] + h.to(tl.int64) * k_strides[1]
         ok_ptr += (b * T * Hkv + h) * pairs * 2
-        _turn(k_ptr, ok_ptr, Hkv * pairs * 2, cos, sin, sk_t, t, T, pairs, HALF)
+        _turn(k_ptr, ok_ptr, Hkv * pairs * 2, cos, sin, k_strides[2], t, T, pairs, HALF)
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
@@ -74,11 +73,9 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     if q.numel() and k.numel():
         block = tokens_per_program(D // 2)
         grid = (B * -(-T // block) * (H + Hkv),)
-        shared = cos.stride(0) if cos.shape[0] > 1 else 0
-        arguments = (
-            q, k, cos, sin, oq, ok, *q.stride()[:3], *k.stride()[:3], shared, cos.stride(1), T, H, Hkv, D // 2,
-            cos.shape[-1],
-        )  # fmt: skip
+        angle_strides = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
+        strides = q.stride()[:3], k.stride()[:3], angle_strides
+        arguments = (q, k, cos, sin, oq, ok, *strides, T, H, Hkv, D // 2, cos.shape[-1])
         launch(rotary_kernel, grid, arguments, (inverse, power_of_2(D // 2), block))
     return oq, ok
 

@@ -11,25 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..common.groups import Strides
 from ..host.launch import launch, power_of_2
 from .norm import rows_per_program
 from .support import require
 
 
 @triton.jit(do_not_specialize=["T"])
-def shift_kernel(
-    x_ptr, amount_ptr, y_ptr, sx_b, sx_t, sx_h, T, H,
-    D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def shift_kernel(x_ptr, amount_ptr, y_ptr, strides, T, H, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     h = (tl.program_id(0) % H).to(tl.int64)
     row = tl.program_id(0) // H
     b = (row // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     d = tl.arange(0, COLUMNS)[None, :]
     here = (t[:, None] < T) & (d < D)
-    x_at = x_ptr + b * sx_b + t[:, None] * sx_t + h * sx_h + d
+    x_at = x_ptr + b * strides.batch + t[:, None] * strides.token + h * strides.head + d
     x = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
-    before = tl.load(x_at - sx_t, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
+    before = tl.load(x_at - strides.token, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
     a = tl.load(amount_ptr + (b * T + t) * H + h, mask=(t < T) & (t > 0), other=0.0)[:, None]
     tl.store(
         y_ptr + ((b * T + t[:, None]) * H + h) * D + d, (x + a * (before - x)).to(y_ptr.dtype.element_ty), mask=here
@@ -38,7 +36,7 @@ def shift_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def shift_backward_kernel(
-    dy_ptr, x_ptr, amount_ptr, dx_ptr, damount_ptr, sd_b, sd_t, sd_h, sx_b, sx_t, sx_h, T, H,
+    dy_ptr, x_ptr, amount_ptr, dx_ptr, damount_ptr, dy_strides, strides, T, H,
     D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -47,13 +45,13 @@ def shift_backward_kernel(
     t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     d = tl.arange(0, COLUMNS)[None, :]
     here = (t[:, None] < T) & (d < D)
-    x_at = x_ptr + b * sx_b + t[:, None] * sx_t + h * sx_h + d
-    dy_at = dy_ptr + b * sd_b + t[:, None] * sd_t + h * sd_h + d
+    x_at = x_ptr + b * strides.batch + t[:, None] * strides.token + h * strides.head + d
+    dy_at = dy_ptr + b * dy_strides.batch + t[:, None] * dy_strides.token + h * dy_strides.head + d
     a_at = amount_ptr + (b * T + t) * H + h
     x = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
-    before = tl.load(x_at - sx_t, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
+    before = tl.load(x_at - strides.token, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
     dy = tl.load(dy_at, mask=here, other=0.0).to(tl.float32)
-    after = tl.load(dy_at + sd_t, mask=here & (t[:, None] < T - 1), other=0.0).to(tl.float32)
+    after = tl.load(dy_at + dy_strides.token, mask=here & (t[:, None] < T - 1), other=0.0).to(tl.float32)
     a = tl.load(a_at, mask=(t < T) & (t > 0), other=0.0)
     a_after = tl.load(a_at + H, mask=t < T - 1, other=0.0)
     dx = dy - a[:, None] * dy + a_after[:, None] * after
@@ -66,7 +64,7 @@ def _forward(x: Tensor, amount: Tensor) -> Tensor:
     B, T, H, D = x.shape
     y = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
     if y.numel():
-        arguments = (x, amount, y, *x.stride()[:3], T, H)
+        arguments = (x, amount, y, Strides(*x.stride()[:3]), T, H)
         block = rows_per_program(D)
         launch(shift_kernel, (B * -(-T // block) * H,), arguments, (D, power_of_2(D), block))
     return y
@@ -78,7 +76,8 @@ def _backward(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
     dx = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
     damount = torch.empty(B, T, H, dtype=torch.float32, device=x.device)
     if dx.numel():
-        arguments = (dy, x, amount, dx, damount, *dy.stride()[:3], *x.stride()[:3], T, H)
+        strides = Strides(*dy.stride()[:3]), Strides(*x.stride()[:3])
+        arguments = (dy, x, amount, dx, damount, *strides, T, H)
         block = rows_per_program(D)
         launch(shift_backward_kernel, (B * -(-T // block) * H,), arguments, (D, power_of_2(D), block))
     return dx, damount
