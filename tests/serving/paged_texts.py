@@ -200,6 +200,7 @@ ATTENDED = {
     "softcap": {"new": [1, 2], "past": [70, 80], "groups": 2, "softcap": 5.0},
     "one head a group, 80 channels": {"new": [1, 1], "past": [70, 9], "groups": 1, "dim": 80},
     "8 heads a group, 128 channels": {"new": [1, 2], "past": [66, 20], "groups": 8, "dim": 128},
+    "17 heads a group, more than a product's least rows": {"new": [1], "past": [70], "groups": 17},
     # heads' gates differ up to a hundredfold: those of the first kv head see all, of the last few keys
     "a horizon, decoding": {
         "new": [1, 1, 1, 1], "past": [700, 0, 40, 300], "groups": 3, "horizon": 8.0, "size": 0.01, "spread": 100.0
