@@ -1,14 +1,13 @@
 """Checkpoints that survive kill -9: a COMPLETE marker written last, checksums, fallback, rotation.
 
 A checkpoint is a directory checkpoint-N. It counts only once it holds COMPLETE, a JSON file naming every other file
-with its size and SHA-256, written to disk after all of them, with a checksum of its own. Whenever the
-process is killed, training resumes from the newest directory whose files agree with its COMPLETE.
+with its size and SHA-256, written to disk after all of them. Whenever the process is killed, training resumes from the
+newest directory whose files agree with its COMPLETE.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
@@ -55,8 +54,7 @@ def commit(directory: Path, note: dict[str, Any]) -> None:
             files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     for folder in (directory.parent, directory, *(path for path in directory.rglob("*") if path.is_dir())):
         sync(folder)
-    values = {**note, "files": files}
-    write_json(directory / MARKER, {**values, "sha256": _hash_of(values)})
+    write_json(directory / MARKER, {**note, "files": files})
     if _NAME.fullmatch(directory.name):
         for later in checkpoints(directory.parent):
             if step_of(later) > step_of(directory):
@@ -69,12 +67,8 @@ def problem(directory: Path) -> str | None:
     if not marker.is_file():
         return "it has no COMPLETE marker: its save was interrupted"
     try:
-        values = json.loads(marker.read_bytes())
-        intact = values.pop("sha256") == _hash_of(values)
-        files = values["files"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        intact, files = False, {}
-    if not intact:
+        files = json.loads(marker.read_bytes())["files"]
+    except (ValueError, KeyError, TypeError):
         return "its COMPLETE marker is damaged"
     for name, wanted in files.items():
         path = directory / name
@@ -97,7 +91,7 @@ def newest_good(root: Path) -> tuple[Path | None, list[str]]:
 def note_of(directory: Path) -> dict[str, Any]:
     """The note given to `commit`, without the file list."""
     values = json.loads((directory / MARKER).read_text(encoding="utf-8"))
-    return {key: value for key, value in values.items() if key not in ("files", "sha256")}
+    return {key: value for key, value in values.items() if key != "files"}
 
 
 def refuse_other_tensors(model: Any, load_result: Any) -> None:
@@ -145,8 +139,3 @@ def saving(directory: Path, root: Path) -> Iterator[None]:
             + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
             + "free some disk space or repair the directory, and run the same command again"
         ) from error
-
-
-def _hash_of(values: dict[str, Any]) -> str:
-    """SHA-256 of JSON values, the same before they were written and after they were read."""
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode()).hexdigest()
