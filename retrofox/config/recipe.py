@@ -16,8 +16,6 @@ from retrofox.config.stage import AnyStage
 class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
-    hints: ClassVar[dict[str, str]] = {"recall": "did you mean fact_share?"}
-
     path: str = Field(min_length=1)
     weight: float = Field(
         default=1.0, ge=1e-3, le=1e3, description="share of the tokens, relative to the other sources; in `eval`, none"
@@ -48,8 +46,6 @@ SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type
 
 class DataConfig(Section):
     """Where documents come from and how they become tokens."""
-
-    hints: ClassVar[dict[str, str]] = {"recall": "did you mean fact_share?"}
 
     train: list[SourceOrPath] = Field(min_length=1)
     eval: list[SourceOrPath] = Field(default=[])

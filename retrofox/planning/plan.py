@@ -6,7 +6,6 @@ From the recipe and the model's config.json alone, within seconds for any size: 
 from __future__ import annotations
 
 import operator
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
-from retrofox.support.launches import shards_weights
 
 SWITCHES: dict[str, Any] = {
     "micro_batch": 1,
@@ -41,21 +39,13 @@ LONGEST = 1 << 24
 """Tokens at which the search for the longest row ends."""
 
 
-def launched_sharding() -> str | None:
-    """How accelerate, where it launched this process, splits weights; None where it didn't."""
-    if shards_weights("FSDP"):
-        return "fsdp2"
-    zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    return "zero3" if zero3 and shards_weights("DEEPSPEED") else None
-
-
 def plan(
     recipe: Recipe, on: Hardware, gpus: int = 1, sharding: str | None = None, price: float | None = None
 ) -> dict[str, Any]:
     """Parameters, memory, hours, disk and price of a run, in closed form.
 
     Args:
-        sharding: "ddp", "fsdp2" or "zero3"; None = as launched, else ddp where that fits and fsdp2 where it doesn't.
+        sharding: "ddp", "fsdp2" or "zero3"; None = ddp where that fits and fsdp2 where it doesn't.
         price: dollars of a GPU's hour.
 
     Returns:
@@ -129,10 +119,9 @@ def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _setting(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Setting:
-    """The sharding asked for, or that of the launch, or the first of ddp and fsdp2 with which every stage fits."""
-    given = sharding or launched_sharding()
-    if given is not None or gpus == 1:
-        return Setting(gpus, given or "ddp", on.gpu)
+    """The sharding asked for, or the first of ddp and fsdp2 with which every stage fits."""
+    if sharding is not None or gpus == 1:
+        return Setting(gpus, sharding or "ddp", on.gpu)
     whole = Setting(gpus, "ddp", on.gpu)
     fit = all(fits(shape, recipe, stage, on, whole) for stage in recipe.stages)
     return whole if fit else whole._replace(sharding="fsdp2")

@@ -77,7 +77,6 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
     [
         ("stages.0.lerning_rate=1", ["stages.0.lerning_rate", "did you mean 'learning_rate'"]),
         ("stages.0.rates.gates=1", ["stages.0.rates.gates", "gate_bias"]),
-        ("data.recall=0.7", ["data.recall: unknown key", "did you mean fact_share?"]),
         ("modle=x", ["modle", "did you mean 'model'"]),
         ("data.train.0.pth=x", ["which has no 'pth'", "data.train.0"]),
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),

@@ -79,15 +79,6 @@ def test_a_model_too_large_for_one_gpu_is_split(recipe_of):
     assert plan(recipe, H100, gpus=8, sharding="ddp")["stages"][0]["change"] == "set --sharding fsdp2"
 
 
-def test_a_launch_says_how_weights_are_split(recipe_of, monkeypatch):
-    recipe = recipe_of(stage={"batch_tokens": 65536})
-    one = plan(recipe, H100)["stages"][0]["memory_gb"]["weights"]
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    for zero, weights in (("2", one), ("3", one / 2)):
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", zero)
-        assert plan(recipe, H100, gpus=2)["stages"][0]["memory_gb"]["weights"] == pytest.approx(weights)
-
-
 @pytest.mark.parametrize(
     ("switches", "lora", "room"),
     [
