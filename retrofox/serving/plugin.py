@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from retrofox.fox_spec import FoxSpec
-from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.installed import wrong_vllm
 from retrofox.serving.refusals import NATIVE, SERVED, refusal, rope_refusal, settings_refusal
 
 
 def register() -> None:
-    """Makes converted models known to vLLM, those that it can't serve with the reason."""
+    """Makes converted models known to vLLM, those that it can't serve with the reason; `retrofox` registers configs."""
     for base_type, prefix in SUPPORTED.items():
-        config = getattr(configuration_fox, f"Fox{prefix}Config")
-        AutoConfig.register(config.model_type, config, exist_ok=True)
         name = f"Fox{prefix}ForCausalLM"
         served = name if base_type in SERVED else f"Fox{SUPPORTED[SERVED[0]]}ForCausalLM"  # `Checks` then refuses it
         if name not in ModelRegistry.models:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -23,7 +24,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from retrofox.anatomy import attentions, exempt_tokens, on_meta, reach, sliding_window
-from retrofox.families import unconverted_config
 from retrofox.fox_spec import FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.plugin import check
@@ -238,6 +238,14 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
     forward = type(module).forward if own is None else own.__func__
     body = {"native_forward": staticmethod(forward), "__module__": __name__}
     module.__class__ = type(f"Fox{type(module).__name__}", (FoxAttention, type(module)), body)
+
+
+def unconverted_config(config: Any) -> Any:
+    """The config of the model that `config` was converted from."""
+    values = config.to_dict()
+    for name in ("fox", "auto_map", "transformers_weights", "model_type", "architectures"):
+        values.pop(name, None)
+    return CONFIG_MAPPING[config.model_type.removeprefix("fox_")].from_dict(values)
 
 
 def make_class(base_type: str) -> type:

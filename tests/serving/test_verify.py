@@ -1,5 +1,7 @@
 """verify-serving against an engine made of retrofox itself: it passes what is equal and finds what is not."""
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -161,6 +163,20 @@ def test_the_doctor_says_whether_vllm_sees_the_plugin(version, entries, allowed,
     if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", allowed)
     assert said in installed.plugin()
+
+
+def test_the_modules_for_vllm_import_what_retrofox_has():
+    """Only vLLM's processes import them: a name that has gone would be missed there alone."""
+    for file in Path(retrofox.__file__).parent.glob("serving/*.py"):
+        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        for node in imports:
+            name = node.module or ""
+            if name.startswith("retrofox.") and not name.startswith(
+                ("retrofox.serving.vllm", "retrofox.serving.plugin")
+            ):
+                module = importlib.import_module(name)
+                lacking = [x.name for x in node.names if not hasattr(module, x.name)]
+                assert name == "retrofox.serving" or not lacking, f"{file.name}: {name} lacks {lacking}"
 
 
 def test_the_package_declares_the_plugin_and_imports_no_vllm():
