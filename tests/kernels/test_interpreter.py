@@ -24,7 +24,6 @@ FEATURES = {
     "head dim 96, GQA 3": {"D": 96, "H": 3},
     "MLA, 192 and 128": {"T": 40, "D": 192, "DV": 128, "H": 1},
     "MLA, decoding": {"T": 1, "S": 300, "D": 192, "DV": 128, "options": {"horizon": 6.0, "sink": 1}},
-    "T < S": {"T": 20, "S": 75},
     "one token": {"T": 1, "S": 1},
     "decoding": {"T": 1, "S": 300, "H": 4, "options": {"sink": 3, "window": 100}},
     "documents, sinks, window": {"B": 1, "T": 90, "cuts": [1, 2, 2, 50], "options": {"sink": 4, "window": 9}},
