@@ -55,7 +55,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     rows["rotary pairs"] = f"{span} of {plan['rotary_pairs']} kept as they were"
     if slowed:
         rows["rotary pairs"] += f", {slowed} slower"
-    rows["sink tokens"] = str(max(plan["exempt_tokens"]) or "none")
+    rows["sink tokens"] = str(max(plan["exempt_tokens"], default=0) or "none")
     rows["added"] = f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
     rows["added"] += size(plan["bytes_added"])
     if plan["settings_replaced"]:

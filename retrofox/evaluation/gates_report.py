@@ -15,7 +15,7 @@ from rich.console import Console
 from retrofox.support.plots import COLOURS, STYLE, new_figure, set_titles, tokens_label
 from retrofox.support.report import print_table
 
-LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "open heads")
+LIVE_COLUMNS = ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads")
 LOOKS_UP = 0.1
 """Share of a head's attention from which it is said to look facts up."""
 SHOWN = 8
@@ -91,9 +91,18 @@ def figure(result: dict[str, Any]) -> Figure:
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:
-    """At each length: share of attention operations and of the cache, cache bytes per token, open heads."""
+    """At each length: share of attention operations and of the cache, cache bytes per token, decoding, open heads."""
     title = f"Live share at a horizon of {live['horizon']:g} nats"
     print_table(console, LIVE_COLUMNS, live_rows(live), title)
+    console.print(decoding_note(live), highlight=False, soft_wrap=True)
+
+
+def decoding_note(live: dict[str, Any]) -> str:
+    """How the predicted milliseconds of a decoded token were computed."""
+    return (
+        "decode ms: predicted, not measured: the time to read weights and live cache once at "
+        f"{live['bandwidth'] / 1e12:g} TB/s, an H100's by its data sheet, for one text"
+    )
 
 
 def live_rows(live: dict[str, Any]) -> list[list[str]]:
@@ -104,6 +113,7 @@ def live_rows(live: dict[str, Any]) -> list[list[str]]:
             str(row["documents"]),
             *(f"{100 * row[name]:.0f} %" for name in ("ops", "cache")),
             f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}",
+            f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}",
             str(len(row["open_heads"])),
         ]
         for row in live["lengths"]

@@ -27,6 +27,8 @@ from retrofox.support.report import reading_bar
 
 C_BYTES = 8
 """Bytes of c that a cache keeps per token and query head: two float32."""
+BANDWIDTH = 3.35e12
+"""Bytes per second of an H100's memory, by its data sheet: decoding is predicted from it, not measured."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def measure_live_share(
         lengths: a text counts at every length that it has, by its first tokens.
 
     Returns:
-        ({"horizon", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
-        "base_bytes_per_token", "open_heads"}]}, the mean of -log f (H,) float64 by layer with gates). Shares are means
-        over layers and heads, bytes are those that keys, values and c take after the last token, divided by the text's
-        tokens. An open head, "LAYER.HEAD", is a query head that sees the whole
+        ({"horizon", "bandwidth", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
+        "base_bytes_per_token", "decode_ms", "base_decode_ms", "open_heads"}]}, the mean of -log f (H,) float64 by layer
+        with gates). Shares are means over layers and heads, bytes are those that keys, values and c take after the last
+        token, divided by the text's tokens. Decoding's milliseconds are the time that BANDWIDTH needs to read weights
+        and cache once: no token of one text takes less. An open head, "LAYER.HEAD", is a query head that sees the whole
         text at that length.
     """
     nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
@@ -101,7 +104,7 @@ def measure_live_share(
             if length <= next(iter(sums.values())).shape[-1]:
                 found[length].append(_by_layer(opened.model, sums, length, nats))
     rows = [_row(opened.model, length, documents) for length, documents in found.items() if documents]
-    return {"horizon": nats, "lengths": rows}, decay
+    return {"horizon": nats, "bandwidth": BANDWIDTH, "lengths": rows}, decay
 
 
 def _by_layer(model: Any, sums: dict[int, torch.Tensor], length: int, horizon: float) -> list[LiveShare]:
@@ -143,7 +146,7 @@ def hear_gates(
 
 
 def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:
-    """Means over documents at one length, and what they take in bytes."""
+    """Means over documents at one length, and what they take in bytes and time."""
     ops, reach, cache = (
         np.mean([[getattr(share, name) for share in layers] for layers in documents], axis=0)
         for name in ("ops", "reach", "cache")
@@ -158,6 +161,7 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         base += seen * kv_heads * entry
         c_bytes = C_BYTES * model.config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
+    weights = _weight_bytes(model)
     return {
         "length": length,
         "documents": len(documents),
@@ -165,5 +169,15 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         "cache": float(cache.mean()),
         "cache_bytes_per_token": kept,
         "base_bytes_per_token": base,
+        "decode_ms": 1e3 * (weights + kept * length) / BANDWIDTH,
+        "base_decode_ms": 1e3 * (weights + base * length) / BANDWIDTH,
         "open_heads": [f"{layer}.{head}" for layer, head in zip(*np.nonzero(reach >= 1.0), strict=True)],
     }
+
+
+def _weight_bytes(model: Any) -> int:
+    """Bytes of the parameters that a decoded token reads: all but an embedding that is not the head's, too."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    rows = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is rows
+    return total if tied else total - rows.numel() * rows.element_size()

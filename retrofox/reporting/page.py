@@ -57,6 +57,7 @@ def render(result: dict[str, Any]) -> str:
         depth_figure=depth_figure,
         loss_figure=loss_report.figure,
         gates_figure=gates_report.figure,
+        decoding_note=gates_report.decoding_note,
         live_columns=gates_report.LIVE_COLUMNS,
         live_rows=gates_report.live_rows,
     )

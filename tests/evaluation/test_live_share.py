@@ -10,7 +10,7 @@ import torch
 
 from retrofox.anatomy import attentions, exempt_tokens
 from retrofox.data.windows import Window
-from retrofox.evaluation.live_share import live_share, measure_live_share
+from retrofox.evaluation.live_share import BANDWIDTH, live_share, measure_live_share
 from retrofox.loading.loaded_model import LoadedModel
 
 
@@ -67,9 +67,14 @@ def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
     assert row["open_heads"] == ["0.1", "0.2", "0.3", "1.1", "1.2", "1.3"]
 
 
-def test_bytes_follow_from_the_live_cache(opened):
+def test_bytes_and_decoding_are_predicted_from_weights_and_live_cache(opened):
     found, _ = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)
     row = found["lengths"][0]
     entry = 2 * 8 * 4  # head_dim 8 in float32
     assert row["base_bytes_per_token"] == 2 * 2 * entry
     assert row["cache_bytes_per_token"] == pytest.approx(row["cache"] * 2 * 2 * (entry + 8 * 2))
+    weights = sum(parameter.numel() * 4 for parameter in opened.model.parameters())
+    if not opened.model.config.tie_word_embeddings:
+        weights -= 288 * 32 * 4  # one row of the embedding is read
+    for time, size in (("decode_ms", "cache_bytes_per_token"), ("base_decode_ms", "base_bytes_per_token")):
+        assert row[time] == pytest.approx(1e3 * (weights + 64 * row[size]) / BANDWIDTH)
