@@ -20,7 +20,7 @@ from retrofox.anatomy import read_logits, vocabulary_size
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
-from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import text_of, write_result
 from retrofox.support.report import check_folder, environment, output_console, print_table
@@ -150,7 +150,7 @@ def make_jobs(source: Sequence[int], engine: dict[str, Any], requests: int, long
 def _tokens(directory: str | Path, text: str | None, vocabulary: int) -> list[int]:
     if text is None:
         return torch.randint(3, vocabulary, (32768,), generator=torch.Generator().manual_seed(0)).tolist()
-    return load_tokenizer(directory)(text, add_special_tokens=False).input_ids
+    return open_tokenizer(str(directory))(text, add_special_tokens=False).input_ids
 
 
 def _served(jobs: Sequence[Job], path: str) -> list[dict[str, Any]]:
