@@ -14,7 +14,6 @@ from retrofox.data.windows import require_files
 from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
-from retrofox.support.memory import peak_bytes
 from retrofox.support.report import check_folder
 
 
@@ -89,16 +88,3 @@ def compare(
     for other in others:
         require_same_tokenizer(tokenizer, other)
     return Comparison(model, others, tokenizer, {"dtype": dtype, "device": device})
-
-
-def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:
-    """A column's notes in reports: source, dtype and device, speed and peak memory."""
-    return {
-        "source": opened.source,
-        "dtype": str(next(opened.model.parameters()).dtype).removeprefix("torch."),
-        "device": str(opened.device),
-        "fox": opened.fox,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_bytes": peak_bytes(opened.device),
-    }

@@ -19,13 +19,12 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report
-from retrofox.evaluation.compared_models import compare, of_run
+from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
 from retrofox.evaluation.names import refuse_without_tasks
-from retrofox.evaluation.per_token_loss import window_losses
+from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
-from retrofox.support.memory import reset_peak
 from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def evaluate(
         dtype, device: as `open_model` takes them.
 
     Returns:
-        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean),
+        A dict, as in eval.json: "lines" (per line: key, label, source, seconds, mean),
         "buckets" (per bucket: from, to, tokens, documents, loss and difference by key), "tasks" (per line, task and
         metric), "task_differences" (to the first `against`: difference, standard_error, p, documents), "environment",
         "files".
@@ -174,16 +173,26 @@ def _run(
     labels = {key: opened.name}
     if controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
         labels |= loss_report.CONTROLS
+    texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in chosen]
     total = sum(len(w.token_ids) for w in chosen)
     for name, label in labels.items():
-        reset_peak(opened.device)
         started = time.perf_counter()
         switched = attention_mode(opened.model, name) if name in loss_report.CONTROLS else nullcontext()
         with progress_bar("tokens", progress) as bar, switched:
             task = bar.add_task(label, total=total - len(chosen))  # a window's last token is not read
-            values = window_losses(opened.model, chosen, partial(bar.advance, task))
-        line = {"key": name, "label": label, **of_run(opened, total, time.perf_counter() - started)}
-        yield line, values
+            scores = score_tokens(opened.model, texts, partial(bar.advance, task))
+        seconds = time.perf_counter() - started
+        line = {
+            "key": name,
+            "label": label,
+            "source": opened.source,
+            "dtype": str(opened.model.dtype).removeprefix("torch."),
+            "device": str(opened.device),
+            "fox": opened.fox,
+            "seconds": seconds,
+            "tokens_per_second": total / seconds,
+        }
+        yield line, [loss for loss, _ in scores]
 
 
 def _fingerprint(chosen: Sequence[Window]) -> str:

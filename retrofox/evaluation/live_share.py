@@ -127,22 +127,19 @@ def hear_gates(
     opened: LoadedModel, windows: Sequence[Window], progress: bool = True
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Runs each text through a converted model; gives (T, H) log f of its layers with gates, by layer."""
-    heard: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        return lambda module, arguments, log_f: heard.update({layer: log_f[0].detach().cpu()})
-
-    gates = [attention.forget_gate for _, attention in attentions(opened.model)]
-    hooks = [gate.register_forward_hook(keep(n)) for n, gate in enumerate(gates) if gate is not None]
+    gates = {n: attention.forget_gate for n, (_, attention) in enumerate(attentions(opened.model))}
+    gates = {layer: gate for layer, gate in gates.items() if gate is not None}
+    for gate in gates.values():
+        gate.record = True
     try:
         with reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress):
             for window in windows:
                 ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
                 inner_model(opened.model)(input_ids=ids, use_cache=False)
-                yield heard
+                yield {layer: gate.last_log_f[0].cpu() for layer, gate in gates.items()}
     finally:
-        for hook in hooks:
-            hook.remove()
+        for gate in gates.values():
+            gate.record, gate.last_log_f = False, None
 
 
 def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:

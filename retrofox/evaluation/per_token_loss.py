@@ -7,28 +7,16 @@ ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.statistics import mean_over_documents
-from retrofox.evaluation.token_scores import Scored, score_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 STANDARD_EDGES = (0, 512, 2048, 4096, 8192, 16384, 24576, 32768)
 SCALE_BELOW = 4096
-
-
-def window_losses(
-    model: PreTrainedModel, windows: Sequence[Window], advance: Callable[[float], Any] = float
-) -> list[np.ndarray]:
-    """L(i) of every window, in the order given; each (T_w - 1,) float32. Errors are those of `score_tokens`."""
-    texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in windows]
-    return [loss for loss, _ in score_tokens(model, texts, advance)]
 
 
 def bucket_edges(length: int, reach: int | None = None) -> list[int]:

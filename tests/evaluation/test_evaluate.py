@@ -90,7 +90,6 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     for line in result["lines"]:
         if line["key"] in losses:
             assert line["mean"] == pytest.approx(torch.cat(losses[line["key"]]).mean().item(), abs=1e-5)
-        assert line["peak_memory_bytes"] > 0
         assert line["tokens_per_second"] > 0
     first = result["buckets"][0]
     assert first["difference"]["model-base"]["mean"] == pytest.approx(

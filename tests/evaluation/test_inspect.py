@@ -55,8 +55,9 @@ def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, 
     gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
     for gate in gates:
         gate.weight.data.normal_(0, 0.3)
-        gate.record = True
     result = inspect(model, text, 64, tokenizer=tokenizer, progress=False)
+    for gate in gates:
+        gate.record = True
     ids = torch.tensor([tokenizer(TEXT)["input_ids"][:64]])
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
