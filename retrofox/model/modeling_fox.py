@@ -271,10 +271,6 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     """
     named, override = spec.layer_pairs.get(layer_idx), spec.layer_max_wavelength.get(layer_idx)
     if named is not None:
-        if any(pair >= len(inv_freq) for pair in named):
-            raise ValueError(
-                f"layer_pairs names pair {max(named)} in layer {layer_idx}, which has pairs 0 to {len(inv_freq) - 1}"
-            )
         return [float(pair in named) for pair in range(len(inv_freq))]
     if override is not None:
         return _up_to(inv_freq, override)

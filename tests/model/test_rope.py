@@ -221,8 +221,3 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
     for wrong in (0.5, -1.0, math.inf):
         with pytest.raises(ValueError, match="rope_factor must be"):
             FoxSpec(rope_factor=wrong)
-
-
-def test_a_pair_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match="layer_pairs names pair 8 in layer 0, which has pairs 0 to 7"):
-        retrofox.convert(make_base("default"), fox=FoxSpec(rope="partial", max_wavelength=20.0, layer_pairs={0: (8,)}))
