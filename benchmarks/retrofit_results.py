@@ -99,7 +99,11 @@ def arm(folder: Path) -> dict[str, Any]:
     facts = recipe["data"] | {key: share for key, share in recipe["data"]["train"][0].items() if share is not None}
     return {
         "recipe": {key: recipe.get(key) for key in KEYS},
-        "facts": {"recall": facts.get("fact_share", facts.get("recall")), "questions": facts.get("questions")},
+        "facts": {
+            "recall": facts.get("fact_share", facts.get("recall")),
+            "questions": facts.get("questions"),
+            "self_chat": recipe["data"].get("self_chat"),
+        },
         "tokens": sum(stage["tokens"] for stage in result["stages"]),
         "seconds": result["seconds"],
         "tokens_per_second": [round(stage["tokens_per_second"]) for stage in result["stages"]],
@@ -148,8 +152,8 @@ DRAWN: dict[str, tuple[str, str, Any]] = {
     "control": ("fine-tuned", "#888888", "--"),
     "theta5M": ("theta 5M", COLOURS[4], "--"),
     "yarn8-8M": ("YaRN x 8", COLOURS[1], "--"),
-    "no-gates": ("default, no gates", COLOURS[3], "--"),
-    "stretch": ("default", COLOURS[0], "-"),
+    "no-gates": ("RoPE stretched", COLOURS[3], "--"),
+    "default": ("default", COLOURS[0], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
 

@@ -26,22 +26,33 @@ from measured_arms import (
     worst_row,
 )
 
-DEFAULT = ("base", "yarn8-8M", "stretch", "yarn8-facts", "stretch-facts")
+DEFAULT = ("base", "yarn8-8M", "yarn8-facts", "yarn8-12M", "default")
+STEPS = ("stretch-facts", "windows-32k", "self-chat", "taught", "default")
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = ("yarn8-8M", "stretch", "yarn8-codes", "stretch-codes", "stretch-bound", "yarn8-facts", "stretch-facts")
+RULED = (
+    "base",
+    "yarn8-8M",
+    "stretch",
+    "yarn8-codes",
+    "stretch-codes",
+    "yarn8-facts",
+    *STEPS[:-1],
+    "yarn8-12M",
+    "default",
+)
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-2048", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 RATES = ("yarn8-3e-4", "horizon-3e-4")
 LORA = ("yarn8-lora", "horizon-lora")
 NO_ROPE = ("no-rope", "yarn8-taught", "drope-taught", "fox", "fox-pro")
-PANELS = ("yarn8-8M", "stretch", "yarn8", "theta5M", "horizon", "no-rope")
+PANELS = ("yarn8-8M", "stretch", "self-chat", "taught", "default", "theta5M", "no-rope")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
-    ("fine-tuned, RoPE as it was", "control"),
     ("fine-tuned with `rope_theta` 5e6", "theta5M"),
     ("fine-tuned with YaRN x 8", "yarn8-8M"),
-    ("**gates and stretched RoPE** (default)", "stretch"),
+    ("YaRN x 8, trained as the default", "yarn8-12M"),
+    ("**gates and stretched RoPE** (default)", "default"),
     ("gates, RoPE removed", "no-rope"),
 )
 """Rows of the README's table: a label and an arm, whose seeds share the row."""
@@ -119,6 +130,7 @@ def arms_table(names: Sequence[str]) -> str:
 
 ARM_TABLES = {
     "retrofit_default": DEFAULT,
+    "retrofit_steps": STEPS,
     "retrofit_controls": CONTROLS,
     "retrofit_gates": GATES,
     "retrofit_parts": PARTS,
@@ -133,7 +145,7 @@ def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for label, arm in on_file([*DEFAULT, *CONTROLS, "no-rope", "yarn8-taught", "drope-taught", "fox"]).items():
+    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, "no-rope", "yarn8-taught", "drope-taught", "fox"]).items():
         if buckets := arm.get("loss_128k"):
             by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
             rows.append([label, *(by_start[start] for start in starts)])
@@ -152,7 +164,7 @@ def retrofit_panel() -> str:
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
-    for label, arm in on_file([*DEFAULT, *CONTROLS]).items():
+    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS]).items():
         if measured := (arm.get("panel") or {}).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
@@ -166,7 +178,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, "stretch-bound", *LORA, *NO_ROPE]).items():
+    for label, arm in on_file([*GATES, "stretch-bound", "default", *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
@@ -188,7 +200,7 @@ def retrofit_ruler_tasks() -> str:
     """Each of RULER's tasks at 32k, per cent, a task a row."""
     arms = {
         label: row["tasks"]
-        for label, arm in on_file(("yarn8-facts", "stretch-facts")).items()
+        for label, arm in on_file(("yarn8-facts", "stretch-facts", "default")).items()
         for row in arm.get("ruler", ())
         if row["length"] == RULER[-1]
     }
