@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
@@ -122,6 +123,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     if windowed:
         spec.sink_tokens = fox_config.fox["sink_tokens"] = 0
     gates = [m.forget_gate for m in found if m.forget_gate is not None]
+    biases = torch.tensor(initial_bias(spec, len(gates[0].bias)) if gates else [], dtype=torch.float64, device="cpu")
     fade = [m.rotary_fade.fade for m in found if m.rotary_fade is not None]
     return Plan(
         model_type=config.model_type,
@@ -133,7 +135,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         kept_pairs=[sum(f == 1.0 for f in layer) for layer in fade],
         slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
-        half_lives=starting_half_lives(spec, len(gates[0].bias)) if gates else [],
+        half_lives=half_life_tokens(F.logsigmoid(biases)).tolist(),
         exempt_tokens=[exempt_tokens(m) for m in found if m.forget_gate is not None],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
@@ -194,13 +196,6 @@ def _open_gates(model: Any, spec: FoxSpec) -> None:
 def open_half_life(config: Any, spec: FoxSpec) -> float:
     """Half-life in tokens of a head that starts open: 128 trained lengths, or the longest of the others."""
     return max((OPEN[1] * trained_length(config), *(spec.half_life or ())))
-
-
-def starting_half_lives(spec: FoxSpec, num_heads: int) -> list[float]:
-    """Half-lives in tokens that the heads of a layer start with."""
-    biases = torch.tensor(initial_bias(spec, num_heads), dtype=torch.float64, device="cpu")
-    log_f = torch.nn.functional.logsigmoid(biases)
-    return half_life_tokens(log_f).tolist()
 
 
 def fox_config_of(config: Any, spec: FoxSpec) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from retrofox.data.windows import require_files
-from retrofox.loading.device import check_place
+from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.report import check_folder
@@ -81,7 +81,8 @@ def compare(
     others = list(against) if isinstance(against, (list, tuple)) else [] if against is None else [against]
     require_files(sources)
     check_folder(out)
-    check_place(device, dtype)
+    resolve_device(device)  # raises before texts are read
+    resolve_dtype(dtype)
     if tokenizer is None:  # read without the weights
         on_disk = isinstance(model, (str, os.PathLike))
         tokenizer = open_tokenizer(os.fspath(model)) if on_disk else open_model(model).tokenizer

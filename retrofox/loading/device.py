@@ -25,12 +25,6 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def check_place(device: str | torch.device | None, dtype: str | torch.dtype | None) -> None:
-    """Raises ValueError for a device or dtype that can't be used, before texts are read for it."""
-    resolve_device(device)
-    resolve_dtype(dtype)
-
-
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name; None stays None."""
     if dtype is None or isinstance(dtype, torch.dtype):

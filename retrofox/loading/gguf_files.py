@@ -26,18 +26,11 @@ Values = Mapping[str, Any]
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Families whose files are read."""
 READ = {
-    *("attention.key_length", "attention.value_length", "attention.scale", "attention.layer_norm_epsilon"),
-    *("rope.dimension_count", "rope.scale_linear", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"),
-    *(
-        "rope.scaling.original_context_length",
-        "rope.scaling.finetuned",
-        "tensor_data_layout",
-        "size_label",
-        "vocab_size",
-        "context_length",
-        "block_count",
-    ),
-}
+    "attention.key_length", "attention.value_length", "attention.scale", "attention.layer_norm_epsilon",
+    "rope.dimension_count", "rope.scale_linear", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout", "size_label", "vocab_size",
+    "context_length", "block_count",
+}  # fmt: skip
 """Keys that are read here, or change nothing."""
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), 1),
