@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -22,7 +22,7 @@ from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.model.modeling_fox import CACHE
-from retrofox.support.report import after_layers, progress_bar
+from retrofox.support.report import reading_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,7 +168,8 @@ def complete(
         bos_token_id=opened.tokenizer.bos_token_id,
         prefill_chunk_size=part if part is not None and longest > part else None,
     )
-    with _without_defaults(opened.model) as model, _seeded(seed, opened.device), _prompt_bar(model, unread):
+    shown = reading_bar(opened.model, "reading the prompt", unread, unread > SHORT_PROMPT)
+    with _without_defaults(opened.model) as model, _seeded(seed, opened.device), shown:
         output = model.generate(
             input_ids=ids.to(opened.device),
             attention_mask=mask.to(opened.device),
@@ -244,23 +245,6 @@ def _without_defaults(model: Any) -> Iterator[Any]:
     yield bare
     if hasattr(bare, "decoded_by"):
         model.decoded_by = bare.decoded_by
-
-
-@contextmanager
-def _prompt_bar(model: Any, tokens: int) -> Iterator[None]:
-    """A progress bar over a long prompt's tokens. It ends with them: hooks on layers would slow down the decoding."""
-    with ExitStack() as until_read:
-        if tokens > SHORT_PROMPT:
-            bar = until_read.enter_context(progress_bar("tokens", True))
-            task = bar.add_task("reading the prompt", total=tokens)
-
-            def advance(read: float) -> None:
-                bar.advance(task, read)
-                if bar.tasks[0].completed > tokens - 0.5:
-                    until_read.close()
-
-            until_read.enter_context(after_layers(model, advance))
-        yield
 
 
 @contextmanager

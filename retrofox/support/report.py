@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -147,11 +147,22 @@ def after_layers(model: Any, advance: Callable[[float], Any]) -> Iterator[None]:
 
 @contextmanager
 def reading_bar(model: Any, label: str, tokens: int, enabled: bool = True) -> Iterator[None]:
-    """A `progress_bar` of the tokens that a model reads inside, which each decoder layer advances."""
-    with progress_bar("tokens", enabled) as bar:
-        task = bar.add_task(label, total=tokens)
-        with after_layers(model, lambda read: bar.advance(task, read)):
-            yield
+    """A `progress_bar` of the tokens that a model reads inside, which each decoder layer advances.
+
+    It ends with the last of them: the hooks on layers would slow down decoding.
+    """
+    with ExitStack() as until_read:
+        if enabled:
+            bar = until_read.enter_context(progress_bar("tokens", enabled))
+            task = bar.add_task(label, total=tokens)
+
+            def advance(read: float) -> None:
+                bar.advance(task, read)
+                if bar.tasks[0].completed > tokens - 0.5:
+                    until_read.close()
+
+            until_read.enter_context(after_layers(model, advance))
+        yield
 
 
 class _LineAMinute(Progress):
