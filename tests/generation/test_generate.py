@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import retrofox
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate, part_tokens
 from retrofox.loading.loaded_model import LoadedModel, open_model
@@ -51,13 +50,6 @@ def test_a_left_padded_batch_equals_one_by_one(opened):
     assert together["tokens_per_second"] == pytest.approx(together["new_tokens"] / together["seconds"])
 
 
-def test_the_gates_take_part_in_decoding(pico_fox, pico_tokenizer):
-    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
-    gated = run(opened, PROMPTS)["token_ids"]
-    with retrofox.anatomy.attention_mode(opened.model, "open"):
-        assert run(opened, PROMPTS)["token_ids"] != gated
-
-
 def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(opened):
     torch.manual_seed(11)
     untouched = torch.rand(3)
@@ -94,28 +86,19 @@ def test_text_ends_at_the_end_token(opened):
         assert ids == (whole[: whole.index(end) + 1] if end in whole else whole)
 
 
-def test_the_stream_holds_exactly_the_texts(opened, capsys):
-    for prompts in (PROMPTS[:1], PROMPTS):
-        output = io.StringIO()
-        result = generate(opened.model, prompts, 12, tokenizer=opened.tokenizer, output=output)
-        shown = result["texts"]
-        if len(prompts) == 1:
-            assert output.getvalue() == shown[0] + "\n"
-        else:
-            assert output.getvalue() == "".join(f"[{n}] {text}\n" for n, text in enumerate(shown, 1))
-        assert "tokens/s" in capsys.readouterr().err
-
-
-def test_the_first_prompt_streams_token_by_token(opened):
+def test_the_stream_holds_exactly_the_texts_and_comes_token_by_token(opened, capsys):
     class Pieces(io.StringIO):
         flushes = 0
 
         def flush(self):
             self.flushes += 1
 
-    output = Pieces()
-    generate(opened.model, [PROMPTS[0]], 12, tokenizer=opened.tokenizer, output=output, ignore_eos=True)
-    assert output.flushes > 4
+    for prompts, form in ((PROMPTS[:1], "{1}\n"), (PROMPTS, "[{0}] {1}\n")):
+        output = Pieces()
+        result = generate(opened.model, prompts, 12, tokenizer=opened.tokenizer, output=output, ignore_eos=True)
+        assert output.getvalue() == "".join(form.format(n, text) for n, text in enumerate(result["texts"], 1))
+        assert output.flushes > 4
+        assert "tokens/s" in capsys.readouterr().err
 
 
 def test_bad_options_are_refused(opened):
