@@ -55,7 +55,7 @@ def evaluate(
 
     Prints a bucket table; writes JSON and plots into --out.
     """
-    names = task_names(tasks, include_path)
+    names = task_names(tasks)
     if not data and not names:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     look([model, *(against or ())], data)
@@ -231,7 +231,7 @@ def report(
 
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
-    names = task_names(tasks, include_path)
+    names = task_names(tasks)
     look([model, *(against or ())], data)
     from retrofox.reporting.report import report as run
 

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 from rich.console import Console
 
-from retrofox.evaluation.names import expand, refuse_unknown, unknown_tasks
+from retrofox.evaluation.names import PRESETS, expand
 from retrofox.evaluation.statistics import paired_difference
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import print_table
@@ -108,6 +108,28 @@ def _plain(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
+def match_tasks(
+    tasks: Sequence[str], include_path: str | None = None, metadata: dict[str, Any] | None = None
+) -> tuple[Any, list[str]]:
+    """lm-eval's TaskManager, and its names of the tasks. Errors are those of `find_tasks`."""
+    if include_path is not None and not os.path.isdir(include_path):
+        raise FileNotFoundError(f"include_path is not a directory: {include_path}")
+    try:
+        task_manager = import_module("lm_eval.tasks").TaskManager
+    except ImportError as error:
+        raise ValueError("tasks need lm-eval: pip install '.[eval]' in a clone") from error
+    unknown: list[str] = []
+    for defaults in (False, True):  # indexing all of lm-eval's own tasks takes seconds
+        manager = task_manager(include_path=include_path, include_defaults=defaults, metadata=metadata)
+        unknown = [task for task in expand(tasks) if not manager.match_tasks([task])]
+        if not unknown:
+            return manager, manager.match_tasks(expand(tasks))
+    raise ValueError(
+        f"unknown task {', '.join(unknown)}; `lm_eval ls tasks` lists lm-eval's own, include_path adds a directory, "
+        f"presets are {', '.join(PRESETS)}"
+    )
+
+
 def find_tasks(
     tasks: Sequence[str], include_path: str | None = None, *, length: int = 4096, tokenizer: str | None = None
 ) -> dict[str, Any]:
@@ -125,21 +147,8 @@ def find_tasks(
     """
     if length not in RULER_LENGTHS and any(name.startswith(("niah_", "ruler")) for name in expand(tasks)):
         raise ValueError(f"RULER's lengths are {', '.join(map(str, RULER_LENGTHS))} tokens; got length {length}")
-    try:
-        task_manager = import_module("lm_eval.tasks").TaskManager
-    except ImportError as error:
-        raise ValueError("tasks need lm-eval: pip install '.[eval]' in a clone") from error
-    refuse_unknown(tasks, include_path)
-    names: list[str] = []
-    for defaults in (False, True):  # indexing all of lm-eval's own tasks takes seconds
-        metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
-        manager = task_manager(include_path=include_path, include_defaults=defaults, metadata=metadata)
-        unknown = [task for task in expand(tasks) if not manager.match_tasks([task])]
-        names = manager.match_tasks(expand(tasks))
-        if not unknown:
-            break
-    else:
-        raise unknown_tasks(unknown)
+    metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
+    manager, names = match_tasks(tasks, include_path, metadata)
     random.seed(0)  # as lm-eval's own command seeds what its tasks draw from
     np.random.seed(1234)  # noqa: NPY002
     try:

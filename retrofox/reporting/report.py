@@ -14,7 +14,7 @@ from rich.console import Console
 from retrofox.data.sources import listed
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.compared_models import compare
-from retrofox.evaluation.names import refuse_unknown, refuse_without_tasks
+from retrofox.evaluation.names import refuse_without_tasks
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted
@@ -78,7 +78,6 @@ def report(
     folder = Path(out) if out is not None else _folder_in(os.fspath(model))
     compared = compare(model, listed(against), listed(data), folder, dtype=dtype, device=device)
     refuse_without_tasks(chosen.tasks, include_path=include_path, limit=limit)
-    refuse_unknown(chosen.tasks, include_path)
     asked = Asked(
         os.fspath(model),
         listed(against),

@@ -19,6 +19,7 @@ from retrofox.data.files import Digests
 from retrofox.data.sources import resolve
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
+from retrofox.evaluation.lm_eval import match_tasks
 from retrofox.evaluation.names import expand
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
@@ -141,12 +142,13 @@ def _heads(asked: Asked, suite: Suite) -> ReportPart | str:
 
 
 def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
-    """Short tasks at TASK_LENGTH, long ones at the suite's length."""
+    """Short tasks at TASK_LENGTH, long ones at the suite's length; an unknown one is an error before anything runs."""
     if not suite.tasks:
         return {"tasks": "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"}
     if find_spec("lm_eval") is None:
         names = ", ".join(suite.tasks)
         return {"tasks": f"{names} need lm-eval, which is not installed: pip install '.[eval]' in a clone"}
+    match_tasks(suite.tasks, asked.include_path)
     long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
     short = [name for name in suite.tasks if name not in long]
     parts: dict[str, ReportPart | str] = {}

@@ -155,7 +155,6 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "eval {base} --data x.txt --tasks ,": "tasks must be names",
         "eval {base}": "nothing to evaluate on",
         "panel {base} --against {base} --data proze": "texts of a panel are KIND=PATH",
-        "report {base} --tasks nonsense": "unknown task nonsense;",
         "plan smollm2-lora --sharding fsdp1": "--sharding",
         "generate {base} hi --device nope": "give cpu, cuda or cuda:N",
         "merge {base} new": "holds no adapter_config.json",
