@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from retrofox.conversion.card import HERE, adapter_card, card_of, history, licence_in, licence_of, with_licence
+from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of, with_licence
 from retrofox.conversion.upload import check_repo, publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
@@ -104,8 +104,10 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
 def _model_card(directory: Path) -> tuple[str, dict[str, str]]:
     """(the card with the base's licence in its metadata where it names none, the licence fields)."""
     file = directory / "README.md"
-    text = file.read_text(encoding="utf-8-sig") if file.is_file() else card_of(directory)
-    spec = FoxSpec.from_dict(read_config(directory)["fox"])
+    values = read_config(directory)
+    spec, base_type = FoxSpec.from_dict(values["fox"]), values["model_type"].removeprefix("fox_")
+    trained = card(spec, base_type, "Converted, then adapted.")  # train writes none
+    text = file.read_text(encoding="utf-8-sig") if file.is_file() else trained
     licence = {**licence_of(spec.base, spec.base_revision), **licence_in(text)}
     return with_licence(text, licence), licence
 

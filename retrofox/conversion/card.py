@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
-from retrofox.loading.source import hub_answers, hub_errors, read_config
+from retrofox.loading.source import hub_answers, hub_errors
 from retrofox.serving.refusals import refusal
 
 SOURCE = "https://github.com/retrofox/retrofox"
@@ -57,13 +57,6 @@ def card(
         *(f"| {what} | {value} |" for what, value in rows.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def card_of(directory: Path) -> str:
-    """README.md of a converted checkpoint that has none, such as a trained one, from its config.json."""
-    values = read_config(directory)
-    base_type = values["model_type"].removeprefix("fox_")
-    return card(FoxSpec.from_dict(values["fox"]), base_type, "Converted, then adapted.")
 
 
 def with_licence(text: str, licence: Mapping[str, str]) -> str:

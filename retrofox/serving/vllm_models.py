@@ -22,6 +22,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from retrofox.anatomy import attentions, exempt_tokens, on_meta, reach, sliding_window
 from retrofox.fox_spec import FoxSpec
@@ -184,8 +185,11 @@ def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
         ValueError: vLLM's model has other layers, windows or rotary embeddings than transformers' one.
     """
     spec = FoxSpec.from_dict(config.fox)
-    with torch.device("cpu"):
-        wanted = {module.layer_idx: module for _, module in attentions(_on_meta(config))}
+    config = copy.deepcopy(config)
+    config._attn_implementation = "fox"
+    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
+        converted = on_meta(config.model_type.removeprefix("fox_"), config)
+        wanted = {module.layer_idx: module for _, module in attentions(converted)}
     found = {
         extract_layer_index(name): module
         for name, module in model.named_modules()
@@ -195,18 +199,6 @@ def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
         raise ValueError(f"vLLM's {type(model).__name__} has no attention modules where they are looked for")
     for layer, module in found.items():
         _convert(module, wanted[layer], spec, vllm_config)
-
-
-def _on_meta(config: Any) -> Any:
-    """The converted model of a config without memory, in float32: its names, shapes, windows and fades."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        config = copy.deepcopy(config)
-        config._attn_implementation = "fox"
-        return on_meta(config.model_type.removeprefix("fox_"), config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -> None:
