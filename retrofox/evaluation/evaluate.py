@@ -20,8 +20,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report
 from retrofox.evaluation.compared_models import compare
-from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
-from retrofox.evaluation.names import refuse_without_tasks
+from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, refuse_without_tasks, run_tasks
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least

@@ -15,11 +15,20 @@ from unittest import mock
 import numpy as np
 from rich.console import Console
 
-from retrofox.evaluation.names import PRESETS, expand
 from retrofox.evaluation.statistics import paired_difference
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import print_table
 
+PRESETS = {
+    "short": (
+        *("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "copa"),
+        *("openbookqa", "sciq", "boolq"),
+    ),
+    "ruler": ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"),
+    "longbench": ("longbench",),
+}
+"""Name -> lm-eval's own tasks: `short` is the list of the FoX paper (Lin et al., ICLR 2025, table 2); `ruler` those of
+RULER (arXiv 2404.06654) that are made without a network: the others read essays or questions from the Hub."""
 LABELS = ("alias", "name", "sample_len")
 """Entries that lm-eval puts among the metrics and that are none."""
 RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -106,6 +115,18 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else None
+
+
+def expand(tasks: Sequence[str]) -> list[str]:
+    """Presets replaced by their tasks, each name once."""
+    return list(dict.fromkeys(name for task in tasks for name in PRESETS.get(task, (task,))))
+
+
+def refuse_without_tasks(tasks: Sequence[str], **options: object) -> None:
+    """Raises ValueError where options say how tasks run, and there are none."""
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given and not tasks:
+        raise ValueError(f"{given} says how lm-eval tasks run: name tasks, or drop it")
 
 
 def match_tasks(

@@ -14,7 +14,7 @@ from rich.console import Console
 from retrofox.data.sources import listed
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.compared_models import compare
-from retrofox.evaluation.names import refuse_without_tasks
+from retrofox.evaluation.lm_eval import refuse_without_tasks
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted

@@ -19,8 +19,7 @@ from retrofox.data.files import Digests
 from retrofox.data.sources import resolve
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
-from retrofox.evaluation.lm_eval import match_tasks
-from retrofox.evaluation.names import expand
+from retrofox.evaluation.lm_eval import expand, match_tasks
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel

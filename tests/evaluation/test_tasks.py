@@ -13,8 +13,7 @@ import yaml
 
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_tasks, run_tasks
-from retrofox.evaluation.names import PRESETS, expand
+from retrofox.evaluation.lm_eval import PRESETS, Scores, differences, expand, find_tasks, print_tasks, run_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 
