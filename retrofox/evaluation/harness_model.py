@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ class BatchedModel(_HFLM):
             batch_size=max(1, tokens // max_length),
             device=str(opened.device),
         )
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        with progress_bar("answers", self.progress and not disable_tqdm) as bar:
+            self._answered = partial(bar.advance, bar.add_task(self.label, total=len(requests)))
+            return super().generate_until(requests, disable_tqdm=True)
+
+    def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._model_generate(context, *args, **kwargs)
+        self._answered(len(context))
+        return found
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm or not self.progress)

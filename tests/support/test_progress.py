@@ -12,7 +12,7 @@ from retrofox.conversion.report import copying
 from retrofox.data.windows import Window
 from retrofox.evaluation.live_share import hear_gates
 from retrofox.evaluation.model_difference import token_differences
-from retrofox.evaluation.token_scores import Scored, score_tokens
+from retrofox.evaluation.token_scores import BATCH_TOKENS, Scored, score_tokens
 from retrofox.generation import generate as generation
 from retrofox.loading.loaded_model import open_model
 from retrofox.support import report
@@ -63,11 +63,28 @@ def test_one_pass_over_a_text_advances_layer_by_layer(pico_fox):
     assert len(told) == 3 * model.config.num_hidden_layers + 2
 
 
-def test_a_pass_longer_than_a_minute_tells_the_time_left(pico_fox, pico_tokenizer, monkeypatch, capsys):
+@pytest.fixture
+def slow(monkeypatch):
+    """A minute passes between any two looks at the clock."""
     clock, init = itertools.count(0, 61), report.Progress.__init__
     monkeypatch.setattr(
         report.Progress, "__init__", lambda self, *a, **options: init(self, *a, get_time=lambda: next(clock), **options)
     )
+
+
+def test_answers_of_lm_evals_tasks_are_counted(slow, pico_fox, pico_tokenizer, capsys):
+    from lm_eval.api.instance import Instance
+
+    from retrofox.evaluation.harness_model import BatchedModel
+
+    lm = BatchedModel(open_model(pico_fox(), tokenizer=pico_tokenizer), max_length=BATCH_TOKENS["cpu"])  # one a batch
+    asked = {"until": ["fox"], "max_gen_toks": 4}
+    found = lm.generate_until([Instance("generate_until", {}, (text, asked), 0) for text in ("the", "gate", "a")])
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of 3 answers" in line]
+    assert (len(found), len(lines)) == (3, 3)
+
+
+def test_a_pass_longer_than_a_minute_tells_the_time_left(slow, pico_fox, pico_tokenizer, monkeypatch, capsys):
     opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
     layers = opened.model.config.num_hidden_layers
     list(hear_gates(opened, [Window(0, IDS, "a")]))
