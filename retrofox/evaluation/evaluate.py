@@ -119,7 +119,8 @@ def evaluate(
     }
     if chosen and progress:
         cut = f": none has {length:,}" if result["longest"] < length else ""
-        print(f"{len(chosen)} windows of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
+        windows_read = f"{len(chosen)} window{'s' * (len(chosen) > 1)}"
+        print(f"{windows_read} of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
     for key, opened in compared.columns():

@@ -13,7 +13,6 @@ from retrofox.evaluation.instructions import (
     INSTRUCTIONS,
     ChatPrompt,
     chat_prompts,
-    checkable_prompts,
     compare_answers,
     followed,
 )  # fmt: skip
@@ -227,8 +226,3 @@ EXAMPLES = (
 def test_a_check_tells_what_follows_the_instruction_from_what_does_not(instruction, examples):
     check = instruction[1]
     assert [check(answer) for answer in (*examples, "")] == [True, False, False]
-
-
-def test_every_prompt_is_another():
-    prompts = [text for text, _ in checkable_prompts()]
-    assert len(set(prompts)) == len(prompts) == 144
