@@ -250,12 +250,10 @@ def _without_defaults(model: Any) -> Iterator[Any]:
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """Draws from a stream of its own and leaves the global random state as it was."""
-    if seed is None:
-        yield
-        return
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=devices, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield
 
 
