@@ -27,6 +27,8 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
     """
     with Interruptions("finished token shards are kept"):
         tokens = prepare_data(recipe.data, recipe_tokenizer(recipe.data.tokenizer, recipe.model), progress)
+    if recipe.data.self_chat and progress:
+        print("data.self_chat: these conversations are made when training begins", file=sys.stderr)
     train = tokens.train.summary()
     packed = [PackedDataset(tokens.train, length) for length in sorted({s.sequence_length for s in recipe.stages})]
     train["windows"] = {

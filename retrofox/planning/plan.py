@@ -92,6 +92,7 @@ def plan(
         "disk_gb": disk,
         "disk_free_gb": free / 1e9,
         "hours": total,
+        "self_chat": recipe.data.self_chat,
         "dollars": None if total is None or price is None else [hours * gpus * price for hours in total],
         "recipes_that_fit": recipes_that_fit(on, gpus) if on.gpu else [],
         "refusals": refusals,

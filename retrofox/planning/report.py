@@ -28,6 +28,8 @@ def print_plan(report: dict[str, Any]) -> None:
     disk = report["disk_gb"]
     each = size(1e9 * disk["one_checkpoint"])
     say(f"disk: {size(1e9 * disk['total'])} at most, {each} a checkpoint, of {size(1e9 * report['disk_free_gb'])} free")
+    if report["self_chat"]:
+        say("data.self_chat: the model makes conversations before stage 0, in time that is not counted here")
     for number, stage in enumerate(report["stages"]):
         console.print(_table(f"stage {number}: {stage['objective']}", stage))
     if report["dollars"]:

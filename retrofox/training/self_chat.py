@@ -19,7 +19,7 @@ from retrofox.config import DataConfig, Recipe, Source
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import write_whole
-from retrofox.support.report import progress_bar
+from retrofox.support.report import check_folder, progress_bar
 
 USER_TOKENS, ANSWER_TOKENS = 128, 384
 """A turn that has not ended by then is dropped with its conversation."""
@@ -38,17 +38,18 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
     They lie in `data.cache`, under a name that changes with the model's files and their number.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the model ends hardly any turn.
+        ValueError: the tokenizer has no chat template, the model ends hardly any turn, or the cache is read-only.
     """
     data = recipe.data
     if not data.self_chat:
         return data
     tokens = sum(stage.tokens for stage in recipe.stages)
     count = min(MOST, max(FEWEST, round(tokens * data.self_chat / TOKENS_LEARNT)))
-    made_from = [recipe.model, count, TEMPERATURE, TOP_P, *_files(Path(recipe.model))]
+    made_from = [recipe.model, data.tokenizer, count, TEMPERATURE, TOP_P, *_files(Path(recipe.model))]
     path = data.cache_dir / f"self-chat-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]}.jsonl"
     if not path.is_file():
-        opening, closing = turns_around_user(tokenizer)  # before the model is loaded
+        check_folder(data.cache_dir)  # before minutes of sampling
+        opening, closing = turns_around_user(tokenizer)
         model, _ = load_base(recipe.model, dtype=PRECISIONS[recipe.precision], device=device)
         made = sample_conversations(model, tokenizer, count, opening, closing, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +68,19 @@ def turns_around_user(tokenizer: Any) -> tuple[str, str]:
     """(what a conversation begins with, what stands between the user's words and the answer) by the chat template.
 
     Raises:
-        ValueError: there is no template, or it changes what the user says.
+        ValueError: there is no template, or it refuses or changes what the user says, or no token ends a turn.
     """
+    from jinja2.exceptions import TemplateError
+
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("data.self_chat: without a chat template the model is no instruct model: remove self_chat")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("data.self_chat: the tokenizer names no token that ends a turn: remove self_chat")
     message = [{"role": "user", "content": _USER}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"data.self_chat: the chat template refuses a user's turn: {error}") from None
     opening, found, closing = text.partition(_USER)
     if not found:
         raise ValueError("data.self_chat: the chat template changes what the user says: remove self_chat")
@@ -94,7 +102,8 @@ def sample_conversations(
     rows = max(1, min(count, CACHE_BYTES // row_bytes, 1024)) if model.device.type == "cuda" else min(count, 8)
     made: list[list[dict[str, str]]] = []
     tried = 0
-    with torch.random.fork_rng(), progress_bar("conversations", progress) as bar:
+    own = [model.device] if model.device.type == "cuda" else []  # not all of the machine's, which others may use
+    with torch.random.fork_rng(own), progress_bar("conversations", progress) as bar:
         torch.manual_seed(0)
         task = bar.add_task("the model talks to itself", total=count)
         while len(made) < count:

@@ -38,6 +38,7 @@ from retrofox.training.model import empty, set_attention, starts_from, trained_c
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import batches_of, refuse_mingling
+from retrofox.training.self_chat import turns_around_user
 from retrofox.training.teacher import named_original, needs_teacher
 
 
@@ -75,7 +76,7 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     for source in (*recipe.data.train, *recipe.data.eval):
         if not _is_on_the_hub(source):
             collect(resolve, source)
-    collect(recipe_tokenizer, recipe.data.tokenizer, recipe.model)
+    collect(refuse_tokenizer, recipe)
     if config is not None:
         for number, stage in enumerate(recipe.stages):
             collect(refuse_stage, recipe, stage, config, device, where=f"stages.{number}: ")
@@ -127,6 +128,13 @@ def refuse_optimizer(name: str) -> None:
         raise ValueError(
             f"optim: {name} makes its own parameter groups, so rates by role would be lost: choose another"
         )
+
+
+def refuse_tokenizer(recipe: Recipe) -> None:
+    """Raises ValueError where there is no tokenizer, or `data.self_chat` needs a chat template that it lacks."""
+    tokenizer = recipe_tokenizer(recipe.data.tokenizer, recipe.model)
+    if recipe.data.self_chat:
+        turns_around_user(tokenizer)
 
 
 def _is_on_the_hub(source: Source) -> bool:

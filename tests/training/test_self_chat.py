@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from retrofox.config import Recipe
 from retrofox.data.prepare import prepare_data
 from retrofox.training import self_chat
+from retrofox.training.run_directory import claim_data
 from retrofox.training.self_chat import sample_conversations, turns_around_user, with_self_chat
 from retrofox.training.train import train
+from retrofox.training.validate import preflight
 
 CPU = torch.device("cpu")
 
@@ -21,17 +26,45 @@ def few(monkeypatch):
         monkeypatch.setattr(self_chat, name, value)
 
 
+def with_share(recipe: Recipe, share: float, **data: Any) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"self_chat": share, **data})})
+
+
 def test_the_template_says_where_the_user_speaks(pico_tokenizer):
     opening, closing = turns_around_user(pico_tokenizer)
     message = [{"role": "user", "content": "Why?"}]
     rendered = pico_tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert opening + "Why?" + closing == rendered
-    pico_tokenizer.chat_template, kept = None, pico_tokenizer.chat_template
-    try:
-        with pytest.raises(ValueError, match="no instruct model"):
-            turns_around_user(pico_tokenizer)
-    finally:
-        pico_tokenizer.chat_template = kept
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"chat_template": None}, "no instruct model"),
+        ({"chat_template": "{{ raise_exception('tools only') }}"}, "refuses a user's turn: tools only"),
+        ({"chat_template": "{{ messages[0].content | upper }}"}, "changes what the user says"),
+        ({"eos_token": None}, "no token that ends a turn"),
+    ],
+)
+def test_a_tokenizer_that_can_not_talk_is_refused_before_the_run(make_recipe, pico_tokenizer, changed, message):
+    recipe = with_share(make_recipe(), 0.25)
+    tokenizer = copy.deepcopy(pico_tokenizer)
+    for name, value in changed.items():
+        setattr(tokenizer, name, value)
+    Path(recipe.model, "chat_template.jinja").unlink()  # of the tokenizer before
+    tokenizer.save_pretrained(recipe.model)
+    [refusal] = preflight(recipe, 1, CPU)
+    assert message in str(refusal)
+
+
+def test_a_cache_that_can_not_be_written_is_refused_before_they_are_made(
+    make_recipe, pico_tokenizer, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    recipe = with_share(make_recipe(), 0.25, cache=str(tmp_path / "file"))
+    monkeypatch.delattr(self_chat, "load_base")
+    with pytest.raises(ValueError, match="name another directory"):
+        with_self_chat(recipe, pico_tokenizer, CPU, False)
 
 
 def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer):
@@ -53,7 +86,7 @@ def test_a_model_that_ends_no_turn_is_refused(pico_llama, pico_tokenizer, monkey
 def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_tokenizer, monkeypatch):
     recipe = make_recipe()
     assert with_self_chat(recipe, pico_tokenizer, CPU, False) is recipe.data
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"self_chat": 0.25})})
+    recipe = with_share(recipe, 0.25)
     data = with_self_chat(recipe, pico_tokenizer, CPU, False)
     *texts, chat = data.train
     assert texts == recipe.data.train
@@ -65,8 +98,11 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     assert learnt.documents == 5
 
 
-def test_a_run_trains_on_them(make_recipe):
-    recipe = make_recipe()
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"self_chat": 0.25})})
+def test_a_run_trains_on_them_wherever_the_cache_lies(make_recipe, pico_tokenizer, tmp_path):
+    recipe = with_share(make_recipe(), 0.25)
     train(recipe)
-    assert "self-chat" in Path(recipe.output, "data.json").read_text(encoding="utf-8")
+    file = Path(recipe.output, "data.json")
+    assert "self-chat" in file.read_text(encoding="utf-8")
+    moved = with_self_chat(with_share(recipe, 0.25, cache=str(tmp_path / "moved")), pico_tokenizer, CPU, False)
+    tokens = prepare_data(moved, pico_tokenizer, progress=False)
+    claim_data(file, tokens.train, tokens.eval)  # else it would refuse to go on
