@@ -1,7 +1,8 @@
 """Trains several arms on one GPU, one after the other, each judged beside the training of the next.
 
-    python benchmarks/retrofit_arms.py RUNS fox=smollm2-fox.yaml keep=smollm2-keep.yaml base=DIR --dev dev.jsonl.xz
-        --haystack haystack.jsonl.xz [--tasks DIR] [--minutes 60] [--into FILE] [--changes 'data.eval=[]' ...]
+    python benchmarks/retrofit_arms.py RUNS stretch=smollm2-stretch.yaml yarn8=smollm2-yarn8.yaml base=DIR
+        --dev dev.jsonl.xz --haystack haystack.jsonl.xz [--tasks DIR] [--minutes 60] [--into FILE]
+        [--changes 'data.eval=[]' ...]
 
 An arm is NAME=RECIPE.yaml, or NAME=MODEL for one that is judged as it is; each goes into RUNS/NAME by retrofit_arm.py,
 which says what its parts are. One that fails leaves the others alone; what is finished is not run again. After
