@@ -28,7 +28,7 @@ TOKENS_LEARNT = 750
 """Tokens to train on for each conversation made: some 250 long, each is read about three times."""
 FEWEST, MOST = 200, 20_000
 CACHE_BYTES = 8 << 30
-"""Of keys and values at a time."""
+"""Of keys and values at a time, or half of a GPU's free memory where that is less."""
 _USER = "what the user says"
 
 
@@ -95,11 +95,7 @@ def sample_conversations(
     Raises:
         ValueError: fewer than one in eight conversations come to an end.
     """
-    config = model.config
-    width = 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    row_bytes = width * head_dim * model.dtype.itemsize * (USER_TOKENS + ANSWER_TOKENS)
-    rows = max(1, min(count, CACHE_BYTES // row_bytes, 1024)) if model.device.type == "cuda" else min(count, 8)
+    rows = rows_at_a_time(model, count)
     made: list[list[dict[str, str]]] = []
     tried = 0
     own = [model.device] if model.device.type == "cuda" else []  # not all of the machine's, which others may use
@@ -109,8 +105,8 @@ def sample_conversations(
         while len(made) < count:
             if tried >= 8 * max(len(made), rows):
                 raise ValueError(
-                    f"data.self_chat: of {tried} conversations that {config.name_or_path} began, it ended {len(made)}: "
-                    "it is hardly an instruct model; remove self_chat"
+                    f"data.self_chat: of {tried} conversations that {model.config.name_or_path} began, it ended "
+                    f"{len(made)}: it is hardly an instruct model; remove self_chat"
                 )
             tried += rows
             asked = [text for text in _turn(model, tokenizer, [opening] * rows, USER_TOKENS) if text]
@@ -120,6 +116,18 @@ def sample_conversations(
                     made.append([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
             bar.update(task, completed=min(len(made), count))
     return made[:count]
+
+
+def rows_at_a_time(model: Any, count: int) -> int:
+    """How many of `count` conversations are made together: 8 on a CPU, up to 1024 on a GPU."""
+    if model.device.type != "cuda":
+        return min(count, 8)
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+    room = min(CACHE_BYTES, torch.cuda.mem_get_info(model.device)[0] // 2)
+    return max(1, min(count, room // (token_bytes * (USER_TOKENS + ANSWER_TOKENS)), 1024))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from retrofox.config import Recipe
 from retrofox.data.prepare import prepare_data
 from retrofox.training import self_chat
 from retrofox.training.run_directory import claim_data
-from retrofox.training.self_chat import sample_conversations, turns_around_user, with_self_chat
+from retrofox.training.self_chat import rows_at_a_time, sample_conversations, turns_around_user, with_self_chat
 from retrofox.training.train import train
 from retrofox.training.validate import preflight
 
@@ -74,6 +75,15 @@ def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer
     assert all([turn["role"] for turn in chat] == ["user", "assistant"] for chat in first)
     assert all(turn["content"] for chat in first for turn in chat)
     assert sample_conversations(model, pico_tokenizer, 5, *around, progress=False) == first
+
+
+@pytest.mark.parametrize(("free", "rows"), [(70, 512), (8, 256), (0, 1)])
+def test_a_gpu_makes_as_many_together_as_its_free_memory_holds(monkeypatch, free, rows):
+    monkeypatch.setattr(self_chat, "USER_TOKENS", 28)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    config = SimpleNamespace(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
+    model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert rows_at_a_time(model, 9999) == rows  # 128 KiB a token, 128 tokens a row
 
 
 def test_a_model_that_ends_no_turn_is_refused(pico_llama, pico_tokenizer, monkeypatch):
