@@ -49,7 +49,7 @@ PANELS = ("yarn8-8M", "stretch", "self-chat", "taught", "default", "theta5M", "n
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
-    ("fine-tuned with `rope_theta` 5e6", "theta5M"),
+    ("fine-tuned, RoPE as it was", "control"),
     ("fine-tuned with YaRN x 8", "yarn8-8M"),
     ("YaRN x 8, trained as the default", "yarn8-12M"),
     ("**gates and stretched RoPE** (default)", "default"),

@@ -190,7 +190,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"On RULER YaRN x 8 has {ruler['yarn8-facts']} % at 4k, 8k, 16k and 32k, the default "
             f"{ruler['default']} (second seed: {ruler['default-seed1']}).",
             f"| {rates['stretch']:,} tokens/s | YaRN with PyTorch's attention: {rates['yarn8-8M']:,} |",
-            f"It finds {retrofit.found(arms['theta5M'], 16384)} % of the needles at 16k "
+            f"A base of 5e6 finds {retrofit.found(arms['theta5M'], 16384)} % of the needles at 16k "
             f"(gates {retrofit.found(arms['horizon'], 16384)} %)",
             f"at 32k YaRN x 8 finds {standard['yarn8-lora']} %, gates {standard['horizon-lora']} %",
         ],
