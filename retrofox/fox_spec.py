@@ -73,8 +73,10 @@ class FoxSpec(FoxFields):
             mapping such as {0: .inf, 20: 0}.
         layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest (state
             of models that an earlier version calibrated).
-        anneal_to, anneal_tokens, annealed_tokens: which rotary pairs had faded how far (state of models that an earlier
-            version trained with rope "anneal").
+        anneal_to: which rotary pairs fade, "partial" or "drop"; this and the next two are state of models that an
+            earlier version trained with rope "anneal".
+        anneal_tokens: in which they were to be gone.
+        annealed_tokens: by which they had faded.
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
