@@ -165,6 +165,9 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     taught = isinstance(stage, TaughtStage)
     if isinstance(stage, AlignStage) and not is_converted(model):
         raise ValueError("align compares a retrofit's attention with its original's: give `fox:` to the recipe")
+    changed = is_converted(model) or recipe.rope_scaling is not None or recipe.rope_theta is not None
+    if taught and not changed and stage is recipe.stages[0]:
+        raise ValueError("distill: the model would learn from itself: give `fox:`, rope_scaling or rope_theta")
     if stage.objective != "extend" and came_with_gates(causal_lm(model).config):
         raise ValueError(f"{stage.objective} needs an original without gates, and {source} came with them: take extend")
     split = split_of(recipe.parallel, causal_lm(model).config)
