@@ -64,8 +64,8 @@ def masked_attention(
     if horizon is not None:  # neither sinks nor the own key, whose decay is 0
         decay = decay.masked_fill(decay <= -horizon, float("-inf"))
     bias = decay.to(query.dtype if softcap is None else torch.float32)
-    if mask is not None:
-        bias = bias.masked_fill(~mask, float("-inf"))
+    if mask is not None:  # a softmax over nothing would have gradients of NaN: such rows are zeroed at the end
+        bias = bias.masked_fill(~mask & mask.any(-1, keepdim=True), float("-inf"))
     if softcap is None and query.shape[2] == 1:
         rows, bias = (x.reshape(key.shape[0], key.shape[1], -1, x.shape[-1]) for x in (query, bias))
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).flatten(1, 2)[:, :, None]

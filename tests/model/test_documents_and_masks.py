@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import retrofox
 from retrofox.acceleration.forgetting_cache import ForgettingCache
+from retrofox.model import attention_torch
 from retrofox.model.modeling_fox import CACHE
 from tests.model.conftest import ids_of, logits
 
@@ -146,3 +147,14 @@ def test_new_tokens_after_a_masked_prompt_see_its_text_alone(pico_fox, monkeypat
         found = torch.cat(parts, 1)[:, 16:]
     wanted = [logits(model, x[None, m.bool()])[:, -40:] for x, m in zip(row, mask, strict=True)]
     torch.testing.assert_close(found, torch.cat(wanted), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_gradients_of_left_padding_are_zero_without_the_package(softcap):
+    q, k, v = (torch.randn(1, 12, 2, 8, requires_grad=True) for _ in range(3))
+    log_f = (-torch.rand(1, 12, 2)).requires_grad_()
+    start = torch.tensor([5], dtype=torch.int32)
+    out = attention_torch.forgetting_attention(q, k, v, log_f, seq_start=start, softcap=softcap, horizon=2.0)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient[:, :5].abs().sum() == 0
+        assert gradient[:, 5:].isfinite().all()
