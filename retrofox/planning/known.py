@@ -49,7 +49,8 @@ def config_of(model: str) -> dict[str, Any]:
 
 def trained_length(config: dict[str, Any]) -> int:
     """Tokens that a model was trained to, before any RoPE scaling (`retrofox.families.trained_length`, of a dict)."""
-    lengths = [values.get("original_max_position_embeddings") or 0 for values in rope_scalings(config)]
+    scaled = [values for values in rope_scalings(config) if rope_type(values) != "llama3"]
+    lengths = [values.get("original_max_position_embeddings") or 0 for values in scaled]
     return int(max(lengths, default=0) or config.get("max_position_embeddings", 2048))
 
 

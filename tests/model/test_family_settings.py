@@ -49,8 +49,10 @@ def test_sink_tokens_are_refused_where_every_layer_has_a_window(tokens):
 
 
 def test_trained_length_is_the_length_before_scaling():
-    config = AutoConfig.for_model("llama", max_position_embeddings=131072, rope_parameters={**LLAMA3})
-    assert trained_length(config) == 32
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    for scaling, length in ((yarn, 32), (LLAMA3, 131072)):
+        config = AutoConfig.for_model("llama", max_position_embeddings=131072, rope_parameters={**scaling})
+        assert trained_length(config) == length
     assert trained_length(AutoConfig.for_model("llama", max_position_embeddings=4096)) == 4096
     assert trained_length(AutoConfig.for_model("gemma3_text", max_position_embeddings=512)) == 512
     long = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "original_max_position_embeddings": 4096}

@@ -98,7 +98,8 @@ def test_a_window_costs_what_it_shows(recipe_of, pico_llama):
 
 
 def test_the_trained_length_is_that_before_scaling():
-    assert trained_length(KNOWN["meta-llama/Llama-3.2-1B"]) == 8192
+    assert trained_length(KNOWN["meta-llama/Llama-3.2-1B"]) == 131072  # it was trained with its scaling
+    assert trained_length({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}) == 4096
     assert trained_length(KNOWN["Qwen/Qwen3-8B"]) == 40960
 
 
