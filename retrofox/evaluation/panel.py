@@ -76,6 +76,8 @@ def panel(
     require_at_least(64, length=length, tokens=tokens)
     require_at_least(0, chat=chat)
     kinds = choose_kinds(data)
+    if chat and "chat" in kinds:
+        raise ValueError('with --chat the kind "chat" is the base\'s answers: call your own texts something else')
     started = time.time()
     texts = [path for paths in kinds.values() for path in paths]
     compared = compare(model, against, texts, out, tokenizer=tokenizer, dtype=dtype, device=device)

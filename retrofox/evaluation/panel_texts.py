@@ -45,7 +45,8 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
             inner = [place for place in sorted(Path(word).iterdir()) if not place.name.startswith((".", "_"))]
             if not inner:
                 raise ValueError(f"{word} is an empty directory: give one with a file or folder for each kind")
-            kinds |= {place.name.split(".")[0]: [str(place)] for place in inner}
+            for place in inner:  # two files may be of one kind: news.de.txt and news.en.txt
+                kinds.setdefault(place.name.split(".")[0], []).append(str(place))
         else:
             raise ValueError(
                 "texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for each "

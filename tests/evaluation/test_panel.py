@@ -168,6 +168,7 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypat
     for change, message in (
         ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
         ({"length": 8}, "length must be at least 64"),
+        ({"data": [f"chat={texts[0]}"], "chat": 1}, 'the kind "chat" is the base\'s answers'),
     ):
         with pytest.raises(ValueError, match=message):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
@@ -183,11 +184,10 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypat
 def test_a_directory_of_kinds_takes_the_place_of_the_shipped_texts(tmp_path):
     (tmp_path / "verse").mkdir()
     (tmp_path / "verse" / "a.txt").write_text("O rose")
-    (tmp_path / "logs.jsonl").write_text('{"text": "started"}\n')
-    assert choose_kinds([str(tmp_path)]) == {
-        "verse": [str(tmp_path / "verse")],
-        "logs": [str(tmp_path / "logs.jsonl")],
-    }
+    logs = [tmp_path / "logs.a.jsonl", tmp_path / "logs.b.jsonl"]
+    for file in logs:
+        file.write_text('{"text": "started"}\n')
+    assert choose_kinds([str(tmp_path)]) == {"verse": [str(tmp_path / "verse")], "logs": [*map(str, logs)]}
 
 
 def test_two_of_three_prompts_can_be_checked(pico_tokenizer):
