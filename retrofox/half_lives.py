@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from retrofox.fox_spec import OPEN
 from retrofox.model.configuration_fox import FoxFields
 
 OPEN_BIAS = 30.0
@@ -31,9 +32,18 @@ def initial_bias(spec: FoxFields, num_heads: int) -> list[float]:
     if spec.init == "alibi":
         return [bias_from_half_life(x) for x in alibi_half_lives(num_heads)]
     assert spec.half_life is not None  # FoxSpec.resolved fills it in
-    low, high = spec.half_life
-    shares = [h / (num_heads - 1) for h in range(num_heads)] if num_heads > 1 else [1.0]
-    return [bias_from_half_life(low ** (1 - share) * high**share) for share in shares]
+    return [bias_from_half_life(x) for x in log_spaced(*spec.half_life, num_heads)]
+
+
+def log_spaced(low: float, high: float, count: int) -> list[float]:
+    """So many numbers from low to high, each the same multiple of the one before; a single one is high."""
+    shares = [n / (count - 1) for n in range(count)] if count > 1 else [1.0] * count
+    return [low ** (1 - share) * high**share for share in shares]
+
+
+def open_half_life(spec: FoxFields, trained_length: int) -> float:
+    """Half-life in tokens of a head that starts open: 128 trained lengths, or the longest of the others."""
+    return max((OPEN[1] * trained_length, *(spec.half_life or ())))
 
 
 def alibi_half_lives(num_heads: int) -> list[float]:

@@ -21,8 +21,8 @@ from retrofox.families import (
     replaced_settings,
     trained_length,
 )
-from retrofox.fox_spec import OPEN, FoxSpec
-from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias
+from retrofox.fox_spec import FoxSpec
+from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias, open_half_life
 from retrofox.loading.converted import savable
 from retrofox.loading.errors import opening
 from retrofox.model import configuration_fox, modeling_fox
@@ -190,12 +190,7 @@ def _open_gates(model: Any, spec: FoxSpec) -> None:
     assert isinstance(spec.open_heads, tuple)
     for layer, kv_head in spec.open_heads:
         bias = gates[layer].bias.view(kv_heads, -1)  # type: ignore[union-attr]
-        bias[kv_head] = bias_from_half_life(open_half_life(model.config, spec))
-
-
-def open_half_life(config: Any, spec: FoxSpec) -> float:
-    """Half-life in tokens of a head that starts open: 128 trained lengths, or the longest of the others."""
-    return max((OPEN[1] * trained_length(config), *(spec.half_life or ())))
+        bias[kv_head] = bias_from_half_life(open_half_life(spec, trained_length(model.config)))
 
 
 def fox_config_of(config: Any, spec: FoxSpec) -> Any:

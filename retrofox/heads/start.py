@@ -15,10 +15,10 @@ from retrofox.data.sources import Text, as_source
 from retrofox.data.windows import documents
 from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
+from retrofox.half_lives import open_half_life
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
 from retrofox.heads.watch import BLOCK, Attention, watch
 from retrofox.support.report import reading_bar
-from retrofox.surgery import open_half_life
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +149,7 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
     medians = distances.medians()
     by_group = torch.tensor(medians, dtype=torch.float64).unflatten(-1, (kv_heads, -1)).mean(-1)
     closed = half_lives_by_distance(by_group, *spec.half_life, chosen)
-    lives = closed.clamp_max(open_half_life(model.config, spec))
+    lives = closed.clamp_max(open_half_life(spec, trained))
     if spec.gate_heads == "query":
         lives = lives.repeat_interleave(len(medians[0]) // kv_heads, -1)
     return Start(medians, lives.tolist(), scores.tolist(), list(chosen))

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
+from retrofox.config import BudgetedStage, LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
 from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of, rope_scalings, rope_type, trained_length
+from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
@@ -49,8 +50,9 @@ def plan(
         price: dollars of a GPU's hour.
 
     Returns:
-        parameters, per stage {steps, groups, memory_gb by part, fits, change, hours, ...}, disk_gb, dollars, recipes
-        that fit this machine, refusals (an empty list where nothing in recipe and config is against the run).
+        parameters, per stage {steps, groups, memory_gb by part, fits, change, hours, ...}, live_at_start (as
+        `live_shares` gives it; None without gates to start), disk_gb, dollars, recipes that fit this machine, refusals
+        (an empty list where nothing in recipe and config is against the run).
 
     Raises:
         FileNotFoundError: no such model.
@@ -60,6 +62,9 @@ def plan(
     refusals = list(refused(recipe, config))
     spec = None if recipe.fox is None else recipe.fox.resolved(trained_length(config))
     shape = shape_of(config, spec)
+    live = None
+    if spec is not None and spec.gate != "none":
+        live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
     setting = _setting(shape, recipe, on, gpus, sharding)
     stages = []
     readers = max(1, gpus // recipe.parallel.context)
@@ -89,6 +94,7 @@ def plan(
         "sharding": setting.sharding if gpus > 1 else None,
         "device_memory_gb": on.memory / 1e9,
         "stages": stages,
+        "live_at_start": live,
         "disk_gb": disk,
         "disk_free_gb": free / 1e9,
         "hours": total,
@@ -145,6 +151,7 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         hours = hours_of(shape, recipe.lora, stage, tokens, on.flops, setting.gpus, setting.sharding)
     return {
         "objective": stage.objective,
+        "budget": stage.budget.model_dump() if isinstance(stage, BudgetedStage) and stage.budget else None,
         "tokens": tokens,
         "tokens_asked": stage.tokens,
         "batch_tokens": batch_tokens,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from retrofox.planning.live_share import shares_text
 from retrofox.support.counts import size
 
 
@@ -30,6 +31,8 @@ def print_plan(report: dict[str, Any]) -> None:
     say(f"disk: {size(1e9 * disk['total'])} at most, {each} a checkpoint, of {size(1e9 * report['disk_free_gb'])} free")
     if report["self_chat"]:
         say("data.self_chat: the model makes conversations before stage 0, in time that is not counted here")
+    if report["live_at_start"] is not None:
+        say(f"keys alive at the start, operations/cache: {shares_text(report['live_at_start'])}")
     for number, stage in enumerate(report["stages"]):
         console.print(_table(f"stage {number}: {stage['objective']}", stage))
     if report["dollars"]:
@@ -46,6 +49,9 @@ def _table(title: str, stage: dict[str, Any]) -> Table:
     table.add_row(
         "steps", f"{stage['steps']:,} of {stage['batch_tokens']:,} tokens = {stage['tokens']:,} tokens{asked}"
     )
+    if stage["budget"] is not None:
+        share, length = stage["budget"]["share"], stage["budget"]["length"]
+        table.add_row("budget", f"until {share:.0%} of the keys are alive at {length:,} tokens")
     for group in stage["groups"]:
         table.add_row(group["role"], f"{group['parameters']:,} parameters at {group['learning_rate']:g}")
     for part, gigabytes in stage["memory_gb"].items():

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import ProgressCallback
 
 from retrofox.planning.hardware import peak_of
-from retrofox.planning.live_share import LENGTHS
+from retrofox.planning.live_share import shares_text
 from retrofox.support.files import write_whole
 from retrofox.support.memory import bytes_in_use, peak_bytes
 
@@ -96,8 +96,7 @@ def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
     if logs.get("gates_dead"):
         parts.append(f"gates that never forget: {logs['gates_dead']:.0%}")
     if "live_cache_32k" in logs:
-        shares = (f"{n} {logs[f'live_operations_{n}']:.0%}/{logs[f'live_cache_{n}']:.0%}" for n in LENGTHS)
-        parts.append("keys alive, operations/cache: " + " ".join(shares))
+        parts.append(f"keys alive, operations/cache: {shares_text(logs)}")
     if "eta_seconds" in logs:
         seconds = int(logs["eta_seconds"])
         parts.append(f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left")

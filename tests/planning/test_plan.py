@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from retrofox.config import dump
 from retrofox.fox_spec import FoxSpec
 from retrofox.planning.hardware import Hardware, hardware
 from retrofox.planning.known import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
-from retrofox.planning.live_share import live_shares
+from retrofox.planning.live_share import live_at_start, live_shares
 from retrofox.planning.memory import Setting
 from retrofox.planning.plan import longest_row, plan
 from retrofox.planning.shape import shape_of
@@ -158,6 +159,7 @@ def test_the_command_prints_it_and_fails_where_it_refuses(recipe_of, run, tmp_pa
     code, shown, _ = run("plan", tmp_path / "recipe.yaml", *options)
     assert code == 0
     assert "dollars" in shown if as_json else "price: $" in shown
+    assert ("live_at_start" if as_json else "keys alive at the start, operations/cache: 8k ") in shown
     code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--gpus", "3", *options)
     assert code == 2
     assert "batch_tokens" in (json.loads(shown)["refusals"][0] if as_json else shown)
@@ -168,3 +170,18 @@ def test_operations_are_a_mean_and_the_cache_keeps_the_largest_share_of_a_group(
     assert found["live_operations_8k"] == pytest.approx(1.0)
     assert found["live_cache_32k"] == pytest.approx((0.5 + 1) / 2)
     assert found["live_operations_32k"] == pytest.approx((0.4375 + 0.75 + 1 + 1) / 4)
+
+
+def test_live_shares_before_training_are_those_of_the_half_lives():
+    """Which heads are open, near or far makes no difference; of 4 kv heads one is open."""
+    ends = {"half_life": (16.0, 512.0), "horizon": 8.0}
+    measured = FoxSpec(init="measured", open_heads=1, **ends).resolved(8192)
+    spans = [8 / math.log(2) * life / 8192 for life in (16, (16 * 512) ** 0.5, 512)]
+    found = live_at_start(measured, 8192, layers=2, heads=4, kv_heads=2)
+    assert found["live_cache_8k"] == pytest.approx((sum(spans) + 1) / 4)
+    assert found["live_operations_8k"] == pytest.approx((sum(2 * s - s * s for s in spans) + 1) / 4)
+    bound = FoxSpec(init="measured", open_heads=1, max_half_life=64, **ends).resolved(8192)
+    assert live_at_start(bound, 8192, 2, 4, 2)["live_cache_8k"] < found["live_cache_8k"]
+    named = FoxSpec(open_heads=((1, 0),), **ends).resolved(8192)  # four query heads a layer, the longest in kv head 1
+    spans = [8 / math.log(2) * 16 * 2 ** (5 * n / 3) / 8192 for n in (1, 3, 3)]
+    assert live_at_start(named, 8192, 2, 4, 2)["live_cache_8k"] == pytest.approx((sum(spans) + 1) / 4)
