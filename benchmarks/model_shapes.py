@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from retrofox.config import LoraConfig
 from retrofox.training.lora import add_adapters
 
@@ -34,10 +32,3 @@ def with_adapters(model: Any, name: str) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
-
-
-def base_of_shapes(converted: Any) -> Any:
-    """A Llama of a converted one's shapes with random weights: its time and memory don't hang on them."""
-    names = set(LlamaConfig().to_dict()) - {"model_type", "architectures", "auto_map"}
-    values = {key: value for key, value in converted.config.to_dict().items() if key in names}
-    return LlamaForCausalLM(LlamaConfig(**values))

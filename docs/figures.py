@@ -77,6 +77,18 @@ def training_speed() -> str:
     return table(header, rows, left=2)
 
 
+def training_windows() -> str:
+    """Tokens per second in long windows of a trained model and its unconverted base, from train-windows.json."""
+    rows = []
+    for row in read("train-windows.json")["rows"]:
+        cells = [format(row[key], f) if key in row else "-" for key, f in WINDOW_COLUMNS.items()]
+        rows.append([f"{row['window']:,}", row["model"], *cells])
+    return table(["window", "model", "tokens/s", "of the control's", "peak memory, GB"], rows, left=2)
+
+
+WINDOW_COLUMNS = {"tokens_per_second": ",.0f", "of_control": ".2f", "peak_memory_gb": ".1f"}
+
+
 def shapes() -> str:
     """Speed of larger models' shapes with random weights, from shapes.json."""
     by: dict[tuple[str, int], dict[bool, dict[str, Any]]] = defaultdict(dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from figures import read, table
 
 
@@ -44,34 +46,94 @@ def vllm_throughput() -> str:
     return table(["prompt", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
 
 
+PEERS = {
+    "fox": "retrofit",
+    "fox-forgetting": "retrofit, a cache that forgets",
+    "fox-full": "retrofit, all keys kept",
+    "fox-dense": "retrofit, no horizon",
+    "base": "base, dynamic cache",
+    "base-flash": "base, FlashAttention in place, compiled",
+    "base-static": "base, static cache, compiled",
+    "base-fp8": "base, 8-bit cache",
+    "base-streaming": "base, StreamingLLM",
+}
+"""The contenders of benchmarks/generate.py, and those of earlier runs."""
+
+
 def decoding() -> str:
     """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
-    names = {"fox": "retrofit", "base": "base, dynamic cache", "base-static": "base, static cache, compiled"}
     columns = {"wall_ms": ".2f", "gpu_ms": ".2f", "launches": ".0f", "peak_gb": ".2f"}
     rows = []
     for cell, found in read("generate.json")["cells"].items():
         for name, row in found.items():
             if "wall_ms" in row:
-                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
-                rows.append([cell, names.get(name, name), *values])
+                rows.append([cell, PEERS[name], *(shown(row.get(c), f) for c, f in columns.items())])
     header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
     return table(header, rows, left=2)
 
 
-def without_copies(row: dict) -> float:
-    """Milliseconds of the GPU for a token, without what a dynamic cache takes to append by copying itself."""
-    copies = sum(kernel["us"] for kernel in row["kernels"] if "CatArray" in kernel["name"])
-    return row["gpu_ms"] - copies / 1000
+def shown(value: float | None, as_format: str = ".2f") -> str:
+    return "-" if value in (None, math.inf) else format(value, as_format)
+
+
+def over(value: float | None, other: float | None) -> float | None:
+    """A ratio; None where either wasn't measured."""
+    return None if value is None or other in (None, math.inf) else value / other
+
+
+def of_base(cell: dict) -> list[float]:
+    """Milliseconds of the GPU for a token: a dynamic cache without the time in which it copies itself, and in place."""
+    row, best = cell.get("base", {}), cell.get("base-flash", {})
+    copies = sum(kernel["us"] for kernel in row.get("kernels", ()) if "CatArray" in kernel["name"])
+    return [
+        row["gpu_ms"] - copies / 1000 if "gpu_ms" in row else math.inf,
+        best.get("gpu_ms", math.inf),
+    ]
 
 
 def decoding_with_a_horizon() -> str:
-    """Milliseconds of the GPU for a token: the base and a trained default."""
+    """Milliseconds for a token, of kernels and from token to token: the base and a trained default."""
     rows = []
     for cell, found in read("generate-horizon.json")["cells"].items():
-        base, fox = without_copies(found["base"]), found["fox"]["gpu_ms"]
-        rows.append([cell, f"{found['base']['gpu_ms']:.2f}", f"{base:.2f}", f"{fox:.2f}", f"{fox / base:.2f}"])
-    header = ["batch x context", "base", "base without copies", "default", "default / base without copies"]
-    return table(header, rows)
+        best, dense, fox = (found.get(name, {}) for name in ("base-flash", "fox-dense", "fox"))
+        kernels = [*of_base(found), dense.get("gpu_ms"), fox.get("gpu_ms")]
+        walls = [best.get("wall_ms"), fox.get("wall_ms")]
+        ratios = [over(fox.get("gpu_ms"), min(of_base(found))), over(walls[1], walls[0])]
+        rows.append([cell, *map(shown, (*kernels, ratios[0], *walls, ratios[1]))])
+    header = [
+        "batch x context",
+        "base without copies",
+        "base in place",
+        "no horizon",
+        "default",
+        "default / faster base",
+    ]
+    return table([*header, "token to token: base in place", "default", "ratio"], rows)
+
+
+def cache_left() -> str:
+    """Megabytes that the allocator counts for a cache, and seconds to read a prompt, from generate-horizon.json."""
+    rows = []
+    for cell, found in read("generate-horizon.json")["cells"].items():
+        mb = {name: row.get("cache_mb") for name, row in found.items()}
+        whole = mb.get("fox-dense", mb.get("fox-full", mb.get("fox")))  # a captured step keeps all keys
+        left = mb.get("fox-forgetting")
+        share = over(left, whole)
+        caches = [whole, left, share and 100 * share, *(mb.get(x) for x in ("base", "base-fp8", "base-streaming"))]
+        # one round alone compiles kernels while it reads
+        read_in = {name: row.get("first_ms") for name, row in found.items() if row.get("rounds", 1) > 1}
+        prompts = [over(read_in.get(name), 1000) for name in ("fox-forgetting", "fox-dense", "base")]
+        rows.append([cell, *(shown(x, ".0f") for x in caches), *map(shown, prompts)])
+    header = [
+        "batch x context",
+        "all keys, MB",
+        "forgetting, MB",
+        "left, %",
+        "base, MB",
+        "base in 8 bits",
+        "StreamingLLM",
+    ]
+    return table([*header, "prompt read, s: forgetting", "no horizon", "base"], rows)
 
 
 def of_layers(rows: list[dict]) -> dict[tuple[int, int], dict[str, float]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from figures import read
-from figures_of_use import without_copies
+from figures_of_use import of_base
 
 LABELS = {
     "base": "base",
@@ -151,4 +151,5 @@ def decoding_ms(arm: Arm) -> str:
         return "same"
     if fox and not (fox.get("gate_heads") == "kv" and fox["rope"] == "interpolate"):
         return "-"
-    return f"{without_copies(read('generate-horizon.json')['cells']['16 x 32768']['fox' if fox else 'base']):.1f}"
+    cell = read("generate-horizon.json")["cells"]["16 x 32768"]
+    return f"{cell['fox']['gpu_ms'] if fox else min(of_base(cell)):.1f}"

@@ -80,6 +80,7 @@ def measure_steps(
     *,
     steps: int = 3,
     documents: int = 2,
+    data: Any = None,
     before: float = 0.0,
 ) -> dict[str, Any]:
     """Trains `model` for a few steps of a stage through the Trainer itself; the first warms up, unless it is the only.
@@ -90,6 +91,7 @@ def measure_steps(
         model: with requires_grad set as the stage trains it.
         teacher: the original, where the stage needs it as a second model.
         documents: in every row; 1 lets unconverted models run without a mask.
+        data: a `StageData`; None: random tokens.
         before: bytes that `reset_peak` found in use before the model was made: no part of a CPU run's peak.
 
     Returns:
@@ -116,7 +118,7 @@ def measure_steps(
         settings.save_strategy = type(settings.save_strategy)("no")
         run = Run(recipe, Path(folder), [batch_tokens], Interruptions("nothing is saved"))
         objective = stage_objective(model, stage, device, teacher)
-        data = RandomData(stage, causal_lm(model).config.vocab_size, documents)
+        data = data or RandomData(stage, causal_lm(model).config.vocab_size, documents)
         trainer = FoxTrainer(model, settings, run, 0, objective, data, clock)
         with repeatable(recipe.deterministic):
             trainer.train()
