@@ -110,7 +110,7 @@ def value_of(record: Any, name: str, field: str, chat: bool) -> str | Messages:
     if value is None:
         return [] if chat else ""
     if chat and not (isinstance(value, list) and all(map(_is_message, value))):
-        raise ValueError(f"{name}: field {field!r} must hold a list of {{role, content}}, got {str(value)[:100]}")
+        raise ValueError(f"{name}: field {field!r} must hold a list of {{role, content}}, got {repr(value)[:100]}")
     if not chat and not isinstance(value, str):
         raise ValueError(f"{name}: field {field!r} must hold text, got {type(value).__name__}: set text_field")
     return value

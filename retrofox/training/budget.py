@@ -1,9 +1,9 @@
 """A budget of live keys: a pressure on the gates that lasts until few enough keys are left alive.
 
-A head whose gate values average -m nats a token (m = mean |log f|) sees about span = horizon / m tokens; of a text of
-`length` tokens that is the share
+A head whose gate values average -m nats a token (m = mean |log f|) sees about span = horizon / m tokens. Of a text of
+`length` tokens a kv head must keep the share that the farthest of its query heads sees:
 
-    share = 1 - exp(-span / length),    live = mean of the share over all heads,    target: 1 -> `share` over `anneal`
+    live = mean over kv heads of min(1, largest span / length),    target: 1 -> `share` over the stage's part `anneal`
 
 While live > target a penalty is added to the loss. Only its gradient is: the forward is unchanged to the bit, and each
 gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers, for
@@ -97,6 +97,7 @@ class GatePressure(TrainerCallback):
                 f"fox.open_heads leaves {share:.0%} of the heads open, and budget.share is {self.budget.share:.0%} of "
                 "the keys of all: open fewer heads, or raise share"
             )
+        self.group = max(1, len(self.gates[0].bias) // kv_heads_of(model.config))
         self.weights = (~spared).float().to(where) * (stage.budget.weight * world / (spared.numel() * tokens))
         self.means = torch.full(spared.shape, -math.log(2.0), device=where)
         self.factors = self.weights
@@ -135,18 +136,23 @@ class GatePressure(TrainerCallback):
             self.factors = self.weights * (self.live() > self.target)
 
     def live(self) -> torch.Tensor:
-        """The live share of the last micro-batch, a scalar on the device."""
-        spans = self.horizon / self.means.clamp_max(NEVER)
-        return -torch.expm1(spans / self.budget.length).mean()
+        """The live share of the last micro-batch, a scalar on the device: the log's live cache at that length."""
+        seen = (self.horizon / -self.means.clamp_max(NEVER) / self.budget.length).clamp_max(1.0)
+        return seen.unflatten(1, (-1, self.group)).amax(-1).mean()
 
 
 def open_heads(config: Any, layers: int, heads: int) -> torch.Tensor:
     """(layers, heads) bool: the gates' heads that read the kv heads of the model's `open_heads`, [layer, kv head]."""
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = kv_heads_of(config)
     found = torch.zeros(layers, min(kv_heads, heads), max(1, heads // kv_heads), dtype=torch.bool)
     for layer, kv_head in (getattr(config, "fox", None) or {}).get("open_heads") or ():
         found[layer, kv_head] = True
     return found.flatten(1)
+
+
+def kv_heads_of(config: Any) -> int:
+    """Key/value heads of a model's layers."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:

@@ -11,6 +11,7 @@ import torch
 
 from retrofox.acceleration.fused_projections import untouched
 from retrofox.config import Budget, ExtendStage, load_recipe
+from retrofox.planning.live_share import live_shares
 from retrofox.training.budget import SHORT, GatePressure, pressed_gates
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.train import train
@@ -75,6 +76,17 @@ def test_it_ends_where_the_target_is_reached(pico_fox, ids):
     _, pressed = gradients(model, ids)
     assert float(pressure.live()) < 0.9
     assert all(torch.equal(plain[name], pressed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("gate_heads", ["query", "kv"])
+def test_what_is_alive_is_the_cache_that_the_log_tells(pico_fox, ids, gate_heads):
+    model = pico_fox(half_life=(2.0, 2000.0), gate_heads=gate_heads, horizon=8.0).train()
+    pressure = pressure_on(model, length=8192)
+    pressure.attach()
+    gradients(model, ids)
+    told = live_shares((-pressure.means).tolist(), 8.0, 2)["live_cache_8k"]
+    assert float(pressure.live()) == pytest.approx(told, rel=1e-4)
+    assert 0.1 < told < 0.9
 
 
 def test_open_heads_are_not_pressed(pico_fox, ids):
