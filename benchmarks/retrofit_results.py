@@ -166,7 +166,7 @@ def draw() -> None:
         figure = Figure(figsize=(11.0, 4.4), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        ends: dict[Any, list[tuple[float, str, str]]] = {left: [], right: []}
+        ends: dict[Any, list[tuple[float, float, str, str]]] = {left: [], right: []}
         for name in names:
             label, colour, line = DRAWN[name]
             look: dict[str, Any] = {"color": colour, "linestyle": line, "lw": 2, "marker": "o", "ms": 4}
@@ -176,7 +176,7 @@ def draw() -> None:
                 (right, [row["length"] for row in found], [100 * row["found"] for row in found]),
             ):
                 axes.plot(x, y, **look)
-                ends[axes].append((y[-1], label, colour))
+                ends[axes].append((y[-1], x[-1], label, colour))
         left.set(title="Loss, nats per token", xlabel="position in the document, up to (tokens)", ylim=(2.7, 9.9))
         right.set(title="Easy needles found, %", xlabel="length of the context (tokens)", ylim=(-4, 104))
         longest = max(bucket["to"] for bucket in arms["base"]["loss_128k"])
@@ -193,24 +193,24 @@ def draw() -> None:
         save(figure, IMAGE)
 
 
-def name_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
-    """The name of each line right of its end, (height, label, colour); names that would overlap are moved apart."""
+def name_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
+    """The name of each line right of the panel, tied to its end, (height, x, label, colour); none over another."""
     low, high = axes.get_ylim()
     step = (high - low) / 16
-    places = [max(low, height - step / 4) for height, _, _ in sorted(ends)]
+    places = [max(low, height - step / 4) for height, *_ in sorted(ends)]
     for n in range(1, len(places)):
         places[n] = max(places[n], places[n - 1] + step)
-    for (height, label, colour), place in zip(sorted(ends), places, strict=True):
+    for (height, x, label, colour), place in zip(sorted(ends), places, strict=True):
         axes.annotate(
             label,
-            xy=(1.0, (height - low) / (high - low)),
+            xy=(x, height),
             xytext=(1.04, (place - low) / (high - low)),
-            xycoords="axes fraction",
+            textcoords="axes fraction",
             color=colour,
             va="center",
             fontsize=10,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7},
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "relpos": (0, 0.5), "shrinkA": 1},
         )
 
 
