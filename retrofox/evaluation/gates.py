@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import attentions, exempt_tokens, sliding_window
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
 from retrofox.evaluation.live_share import measure_live_share
+from retrofox.generation.generate import complete
 from retrofox.half_lives import DEAD_DECAY
-from retrofox.heads.needles import LONGEST, plant
+from retrofox.heads.needles import LONGEST, by_kv_head, plant
 from retrofox.heads.start import needle_scores
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
@@ -29,6 +34,8 @@ from retrofox.support.report import check_folder, environment, output_console, r
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TIMED = 16
+"""Tokens whose decoding is timed at each length."""
 PROMPTS, LEAST = 8, 512
 """Prompts, and tokens that one needs at least: a text or model shorter than that tells nothing."""
 
@@ -57,7 +64,8 @@ def inspect(
 
     With data, the live share too (`live_share`): what attention and the cache keep at a horizon of e^-t, at 8k, 32k,
     128k and `length` tokens as far as the text reaches, and the heads that stay open. Why they do, each head's
-    attention to facts planted in the texts tells: a head that looks facts up has to see far.
+    attention to facts planted in the texts tells: a head that looks facts up has to see far. Decoding is predicted and,
+    after the longest text, measured on this machine.
 
     Prints tables; into `out` go gates.json, half_lives.png and .svg.
 
@@ -70,7 +78,8 @@ def inspect(
 
     Returns:
         {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None. With data,
-        "live_share": as `measure_live_share` returns it, and of each head "needle_attention", a share.
+        "live_share": as `measure_live_share` returns it, each of "lengths" also with "measured_decode_ms"; and of each
+        head "needle_attention", a share: with a gate for each kv head the largest of its query heads.
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
@@ -122,6 +131,9 @@ def inspect(
         scores = measure_needle_heads(opened, windows, progress)
         for head in heads:
             head["needle_attention"] = None if scores is None else scores[head["layer"]][head["head"]]
+        text = max((window.token_ids for window in windows), key=len)
+        for row in live["lengths"]:
+            row["measured_decode_ms"] = decoding_ms(opened, text[: row["length"]].tolist())
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
@@ -194,9 +206,10 @@ def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> list[list[float]] | None:
-    """(layers, H): attention to the planted facts' values, mean over prompts; None where texts or model are too short.
+    """(layers, gates): attention to the planted facts' values, mean over prompts, of a kv head's gate the largest.
 
-    The model runs as it is, its gates on. Prompts have at most LONGEST tokens and lie inside the trained length.
+    The model runs as it is, its gates on. Prompts have at most LONGEST tokens and lie inside the trained length. None
+    where texts or model are too short.
     """
     texts = [window.token_ids for window in windows]
     trained = int(opened.model.config.max_position_embeddings)
@@ -205,4 +218,29 @@ def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progres
         return None
     needles = plant(texts, opened.tokenizer, length, PROMPTS)
     with reading_bar(opened.model, "planted facts", sum(x.token_ids.numel() for x in needles), progress):
-        return needle_scores(opened.model, needles).tolist()
+        scores = needle_scores(opened.model, needles)
+    gates = next(len(attention.forget_gate.bias) for _, attention in attentions(opened.model) if attention.forget_gate)
+    return by_kv_head(scores, gates).tolist()
+
+
+def decoding_ms(opened: LoadedModel, token_ids: list[int]) -> float:
+    """Milliseconds of a token after a text: the median of TIMED greedy ones, by `generate`'s cache and loop."""
+    clock = TokenClock()
+    complete(opened, [token_ids], TIMED + 1, ignore_eos=True, streamer=clock)
+    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(clock.times))
+
+
+class TokenClock(BaseStreamer):
+    """Notes in `times`, seconds, when each token comes; the prompt comes first, and is not noted."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.begun:
+            self.times.append(time.perf_counter())
+        self.begun = True
+
+    def end(self) -> None:
+        """Nothing is left to write."""

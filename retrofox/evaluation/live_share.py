@@ -89,8 +89,8 @@ def measure_live_share(
         "base_bytes_per_token", "decode_ms", "base_decode_ms", "open_heads"}]}, the mean of -log f (H,) float64 by layer
         with gates). Shares are means over layers and heads, bytes are those that keys, values and c take after the last
         token, divided by the text's tokens. Decoding's milliseconds are the time that BANDWIDTH needs to read weights
-        and cache once: no token of one text takes less. An open head, "LAYER.HEAD", is a query head that sees the whole
-        text at that length.
+        and cache once: no token of one text takes less. An open head, "LAYER.HEAD", is a gate through which the whole
+        text is seen at that length: a query head's, or with `gate_heads` "kv" a kv head's.
     """
     nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
     tokens = sum(len(window.token_ids) for window in windows)
@@ -159,6 +159,7 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         c_bytes = C_BYTES * model.config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
     weights = _weight_bytes(model)
+    gates = [own[:: _heads_per_gate(attention)] for own, (_, attention) in zip(reach, attentions(model), strict=True)]
     return {
         "length": length,
         "documents": len(documents),
@@ -168,8 +169,13 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         "base_bytes_per_token": base,
         "decode_ms": 1e3 * (weights + kept * length) / BANDWIDTH,
         "base_decode_ms": 1e3 * (weights + base * length) / BANDWIDTH,
-        "open_heads": [f"{layer}.{head}" for layer, head in zip(*np.nonzero(reach >= 1.0), strict=True)],
+        "open_heads": [f"{layer}.{head}" for layer, own in enumerate(gates) for head in np.nonzero(own >= 1.0)[0]],
     }
+
+
+def _heads_per_gate(attention: Any) -> int:
+    """Query heads that share a gate, and so see the same keys."""
+    return attention.heads_per_gate if attention.forget_gate is not None else 1
 
 
 def _weight_bytes(model: Any) -> int:

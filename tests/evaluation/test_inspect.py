@@ -111,6 +111,7 @@ def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
     [row] = result["live_share"]["lengths"]
     assert (row["length"], result["live_share"]["horizon"]) == (64, 1.0)
     assert 0 < row["ops"] < 1
+    assert row["measured_decode_ms"] > 0
     assert json.loads((tmp_path / "gates.json").read_text()) == json.loads(json.dumps(result))
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
 
@@ -122,7 +123,8 @@ def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, t
         inspect(tmp_path, text)
 
 
-def test_each_text_is_read_once_and_no_hook_stays(make_fox, tokenizer, text):
+def test_each_text_is_read_once_and_no_hook_stays(make_fox, tokenizer, text, monkeypatch):
+    monkeypatch.setattr("retrofox.evaluation.gates.decoding_ms", lambda *_: 1.0)
     model, runs = make_fox(), []
     counter = model.model.register_forward_hook(lambda *_: runs.append(1))
     inspect(model, text * 2, 64, tokenizer=tokenizer, progress=False)

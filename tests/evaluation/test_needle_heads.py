@@ -11,6 +11,7 @@ from retrofox.anatomy import attentions
 from retrofox.data.windows import Window
 from retrofox.evaluation.gates import measure_needle_heads
 from retrofox.evaluation.gates_report import open_heads_sentence
+from retrofox.evaluation.live_share import measure_live_share
 from retrofox.loading.loaded_model import LoadedModel
 
 TEXT = "The fox keeps stones beside the river, and counts them every winter evening. " * 40
@@ -29,6 +30,16 @@ def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
     assert scores.shape == (len([*attentions(model)]), 4)
     assert (scores[:, 0] < 1e-3).all(), "half-lives of one token"
     assert (scores[:, 3] > 1e-3).all(), "half-lives beyond the text"
+
+
+def test_a_gate_for_each_kv_head_has_the_most_of_its_query_heads(pico_fox, pico_tokenizer, windows):
+    spec = {"stirred": False, "half_life": (1.0, 100_000.0), "config": {"max_position_embeddings": 1024}}
+    opened = LoadedModel(pico_fox(**spec, gate_heads="kv"), pico_tokenizer, "fox", "fox")
+    found = np.array(measure_needle_heads(opened, windows, False))
+    assert found.shape == (2, 2)
+    assert (found[:, 0] < found[:, 1]).all(), "half-lives of one token, and beyond the text"
+    live, _ = measure_live_share(opened, windows, 8.0, (800,), progress=False)
+    assert live["lengths"][0]["open_heads"] == ["0.1", "1.1"]
 
 
 def test_texts_or_models_too_short_for_a_fact_tell_nothing(pico_fox, pico_tokenizer, windows):
