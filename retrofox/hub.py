@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from safetensors.torch import load_file
 
-from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of, with_licence
-from retrofox.conversion.upload import check_repo, publish
+from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.adapter import WEIGHTS, base_of
@@ -20,6 +22,8 @@ LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lo
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
 OF_TRAINING = (".", "checkpoint-", "__pycache__", "events.out.tfevents.")
 """How names of a training's folders and files begin that are not pushed."""
+WEIGHT_FILES = re.compile(r"((pytorch_|adapter_)?model)[^/]*\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
+"""Files from which a repository's weights are loaded."""
 
 
 def check_complete(directory: Path) -> None:
@@ -65,25 +69,25 @@ def push(
         ValueError: the checkpoint is incomplete, or `repo` is not a repository name.
         OSError: the Hub can't be reached or refuses it, as without a token that may write.
     """
+    if repo.count("/") != 1:  # of a name alone the Hub would make user/name, and then look for the name alone
+        raise ValueError(f"{repo!r} is not the name of a Hub repository: give org/name")
     directory = Path(directory)
-    check_repo(repo)
     contents = _contents(directory)
     if (directory / "adapter_config.json").is_file():
         named = _base_on_hub(directory, base)
         values = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         contents["adapter_config.json"] = json.dumps({**values, "base_model_name_or_path": named}, indent=2).encode()
-        licence = licence_of(named)
-        text = adapter_card(named, values, licence)
+        text = adapter_card(named, values, licence_of(named))
     else:
         if base is not None:
             raise ValueError(f"{directory} is no adapter: a converted model names its base itself, drop --base")
         check_complete(directory)
-        text, licence = _model_card(directory)
+        text = _model_card(directory)
     text = f"{text.rstrip()}\n\n{history(directory)}"
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
     found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values())}
-    found["licence"] = licence or "none found here or in the base's card: add `license:` to README.md's metadata"
+    found["licence"] = licence_in(text) or "none found here: add `license:` to README.md's metadata"
     if dry_run:
         return found
     title = message or f"Upload {directory.absolute().name} with retrofox"
@@ -101,15 +105,14 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
     return contents
 
 
-def _model_card(directory: Path) -> tuple[str, dict[str, str]]:
-    """(the card with the base's licence in its metadata where it names none, the licence fields)."""
+def _model_card(directory: Path) -> str:
+    """The directory's card, else a new one with the base's licence: train writes none."""
     file = directory / "README.md"
+    if file.is_file():
+        return file.read_text(encoding="utf-8-sig")
     values = read_config(directory)
     spec, base_type = FoxSpec.from_dict(values["fox"]), values["model_type"].removeprefix("fox_")
-    trained = card(spec, base_type, "Converted, then adapted.")  # train writes none
-    text = file.read_text(encoding="utf-8-sig") if file.is_file() else trained
-    licence = {**licence_of(spec.base, spec.base_revision), **licence_in(text)}
-    return with_licence(text, licence), licence
+    return card(spec, base_type, "Converted, then adapted.", licence=licence_of(spec.base, spec.base_revision))
 
 
 def _base_on_hub(directory: Path, base: str | None) -> str:
@@ -128,3 +131,25 @@ def _base_on_hub(directory: Path, base: str | None) -> str:
             f"(`retrofox push {named} ORG/BASE`) and give --base ORG/BASE, or push what `retrofox merge` makes"
         )
     return named
+
+
+def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:
+    """Uploads files (path -> content) in one commit; returns it.
+
+    Weights of an earlier upload that this one does not replace are deleted in the same commit: they might be loaded.
+    Where it fails, none of the files is visible, or all are.
+
+    Raises:
+        ValueError: the repository is public where a private one was asked for.
+        OSError: the Hub refuses it, as without a token that may write.
+    """
+    api = HfApi()
+    api.create_repo(repo, private=private, exist_ok=True)
+    if private and not api.repo_info(repo).private:
+        raise ValueError(
+            f"{repo} is public and --private was asked for: nothing was uploaded; make it private in its settings, or "
+            "choose another name"
+        )
+    stale = [name for name in api.list_repo_files(repo) if name not in contents and WEIGHT_FILES.fullmatch(name)]
+    add = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
+    return api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title).oid

@@ -81,11 +81,6 @@ def merge(
     out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
 ) -> None:
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
-    from retrofox.loading.atomic_directory import refuse_existing
-    from retrofox.loading.source import check_adapter
-
-    refuse_existing(out)
-    check_adapter(adapter)
     from retrofox.conversion.merge import merge as run
 
     print(json.dumps(run(adapter, out), indent=2))

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import there
 from retrofox.cli.spec_options import spec_of, with_spec_options
 from retrofox.support.interruptions import Interruptions
 
@@ -52,13 +51,12 @@ def convert(
         with Interruptions("nothing was written"):
             from retrofox.conversion.own_gates import write_for_fla
 
-            written = write_for_fla(there(source), out, revision)
+            written = write_for_fla(source, out, revision)
         print(json.dumps(written, indent=2) if as_json else f"{out}: {written['tensors']} tensors for {to}")
         return
     from retrofox.loading.atomic_directory import refuse_existing
 
     refuse_existing(out)
-    there(source)
     files = [str(file) for file in texts or []]
     if dry_run:
         from retrofox.conversion import artefact

@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import (
-    METAVAR,
-    MODEL,
-    Device,
-    Dtype,
-    TextField,
-    count,
-    look,
-    task_names,
-)
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TextField, count, task_names
 from retrofox.support.counts import ALLOWED
 
 
@@ -58,7 +49,6 @@ def evaluate(
     names = task_names(tasks)
     if not data and not names:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
-    look([model, *(against or ())], data)
     from retrofox.evaluation.evaluate import evaluate as run
 
     run(
@@ -125,7 +115,6 @@ def needle(
         ) from None
     if unknown := [name for name in mode or () if name not in ("easy", "standard")]:
         raise ValueError(f"mode must be one of easy, standard; got {unknown[0]!r}")
-    look([model, *(against or ())], data)
     from retrofox.evaluation.needle import needle as run
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
@@ -150,7 +139,6 @@ def inspect(
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """
-    look([model], data)
     from retrofox.evaluation.gates import inspect as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "horizon": horizon, "out": out}
@@ -188,10 +176,6 @@ def panel(
 
         retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 200 --out panel
     """
-    from retrofox.evaluation.panel_texts import choose_kinds
-
-    look([model, against])
-    choose_kinds(data or ())
     from retrofox.evaluation.panel import panel as run
 
     options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat}
@@ -232,7 +216,6 @@ def report(
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
     names = task_names(tasks)
-    look([model, *(against or ())], data)
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -25,16 +22,9 @@ def count(text: str | int) -> int:
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 
 
-def device(name: str) -> str:
-    """A device's name, looked at before torch is imported."""
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", name):
-        raise typer.BadParameter(f"got {name!r}: give cpu, cuda or cuda:N")
-    return name
-
-
 Device = Annotated[
     str | None,
-    typer.Option(parser=device, metavar="DEVICE", help="cpu, cuda, cuda:1, ...; default: CUDA where there is one."),
+    typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; default: CUDA where there is one."),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
@@ -48,34 +38,6 @@ RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
-
-
-def there(model: str) -> str:
-    """A model's name, unless it is a path of this machine at which there is none.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    from retrofox.loading.source import read_config
-
-    local = not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1)
-    if local or not model.strip():
-        read_config(model)
-    return model
-
-
-def look(models: Sequence[str], data: Sequence[str] | None = None) -> None:
-    """Raises, before torch is imported, for models and texts of this machine that are not there.
-
-    Raises:
-        FileNotFoundError: a model or text is not there.
-        ValueError: nothing readable in a directory of texts.
-    """
-    from retrofox.data.windows import require_files
-
-    for name in models:
-        there(name)
-    require_files(data or ())
 
 
 def task_names(tasks: str | None) -> list[str]:

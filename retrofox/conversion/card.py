@@ -11,7 +11,6 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from retrofox.fox_spec import FoxSpec
-from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_answers, hub_errors
 from retrofox.serving.refusals import refusal
 
@@ -57,22 +56,6 @@ def card(
         *(f"| {what} | {value} |" for what, value in rows.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def with_licence(text: str, licence: Mapping[str, str]) -> str:
-    """A card with these fields added to its metadata; those it has stay.
-
-    Raises:
-        ValueError: its metadata can't be read.
-    """
-    try:
-        found = ModelCard(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"the metadata of README.md can't be read ({first_line(error)}): correct it") from error
-    for name, value in licence.items():
-        if found.data.get(name) is None:
-            found.data[name] = value
-    return str(found)
 
 
 def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any]) -> str:

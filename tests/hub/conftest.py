@@ -187,7 +187,5 @@ def online(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "retrofox.conversion.upload.HfApi", lambda: huggingface_hub.HfApi(endpoint=hub.url, token="hf_x")
-    )
+    monkeypatch.setattr("retrofox.hub.HfApi", lambda: huggingface_hub.HfApi(endpoint=hub.url, token="hf_x"))
     return hub
