@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import (
@@ -64,7 +63,6 @@ def gguf_config(file: str | Path) -> Any:
             for key in reader.fields
             if key.startswith(f"{architecture}.")
         }
-        tensors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_")}
         names = {tensor.name for tensor in reader.tensors}
     if config.model_type not in FAMILIES:
         raise _refuse(file, "general.architecture", architecture)
@@ -77,7 +75,7 @@ def gguf_config(file: str | Path) -> Any:
     for key, computed in (("attention.scale", head**-0.5), ("rope.dimension_count", head)):
         if not math.isclose(values.get(key, computed), computed, rel_tol=1e-5):
             raise _refuse(file, key, values[key])
-    config.rope_parameters = _rope(file, values, tensors)
+    config.rope_parameters = _rope(file, values, sorted(name for name in names if name.startswith("rope_")))
     return config
 
 
@@ -120,38 +118,12 @@ def _refuse_unknown(file: str | Path, model_type: str, values: Values) -> None:
             raise _refuse(file, key, value)
 
 
-def _rope(file: str | Path, values: Values, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """RoPE's base, and Llama 3's scaling, which a tensor holds; any other scaling is refused."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}
+def _rope(file: str | Path, values: Values, tensors: Sequence[str]) -> dict[str, Any]:
+    """RoPE's base. Any scaling is refused: by keys, or by `tensors` that hold factors of the frequencies (Llama 3)."""
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
-    kind, held = values.get("rope.scaling.type", "linear"), sorted(tensors)
+    kind = values.get("rope.scaling.type", "linear")
     if kind != "none" and (kind != "linear" or factor != 1):
-        raise _refuse(file, "rope.scaling.type", f"{kind}, with factor {factor:g} and tensors {held}")
-    if not held:
-        return rope
-    found = _llama3_of(tensors[held[0]], rope["rope_theta"]) if held == ["rope_freqs.weight"] else None
-    if found is None:
-        raise _refuse(file, held[0], "factors of no Llama 3 scaling")
-    return rope | found
-
-
-def _llama3_of(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """The scaling of a Llama 3 that divides the frequencies by `factors`, (head_dim / 2,); None where none does.
-
-    With w = 2 pi / frequency and s = (8192 / w - 1) / (4 - 1), the divisor is 1 where s > 1, F where s < 0, and
-    1 / ((1 - s) / F + s) between.
-    """
-    factors = np.asarray(factors, np.float64)
-    if np.allclose(factors, 1):
-        return {}
-    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    factor, share = float(factors.max()), np.clip((8192 / waves - 1) / 3, 0, 1)
-    if not np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+        raise _refuse(file, "rope.scaling.type", f"{kind}, with factor {factor:g}")
+    if tensors:
+        raise _refuse(file, tensors[0], "factors of RoPE's frequencies")
+    return {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}

@@ -56,18 +56,6 @@ def keys(config: Any) -> dict[str, Any]:
     return values
 
 
-def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
-    """Divisors of the frequencies, (head_dim / 2,), where a scaling is kept as such."""
-    rope = config.rope_parameters
-    if rope.get("rope_type") != "llama3":
-        return {}
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
-    return {"rope_freqs.weight": plain / scaled}
-
-
 def write(
     model: Any,
     tokenizer: Any,
@@ -92,7 +80,7 @@ def write(
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(1)
-    for name, tensor in {**tensors(model, architecture), **rope_tensors(model.config), **(extra_tensors or {})}.items():
+    for name, tensor in {**tensors(model, architecture), **(extra_tensors or {})}.items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -15,18 +15,8 @@ from tests import conftest
 from tests.conversion.gguf_writer import KEYS, write
 
 PICO = {name: value for name, value in conftest.PICO.items() if name != "head_dim"}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
-    "llama, llama3": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3, "max_position_embeddings": 131_072}),
-    "llama, llama3 of 3.1": ("llama", {"head_dim": 128, "rope_parameters": LLAMA3 | {"factor": 8.0}}),
     "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -81,23 +71,24 @@ def test_a_setting_that_transformers_would_drop_is_refused_by_name(model_type, k
         load_base(file)
 
 
-SCALED = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-YARN_KEYS = {**SCALED, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 32}
+YARN_KEYS = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+}  # fmt: skip
 ATTENTION = {"rope.scaling.attn_factor": 1.3}
 FACTORS = torch.tensor([1.0, 3.0, 2.0, 5.0])
-SHORT, LONG = "rope_freqs.weight", "rope_factors_long.weight"
 
 
 @pytest.mark.parametrize(
     ("keys", "tensors", "said"),
     [
-        ({}, {SHORT: FACTORS}, r"rope_freqs\.weight = factors of no Llama 3 scaling"),
         ({"rope.scaling.factor": 4.0}, {}, r"rope\.scaling\.type = linear, with factor 4"),  # as llama.cpp reads it
         (YARN_KEYS, {}, r"rope\.scaling\.type = yarn, with factor 4"),
-        ({}, {LONG: FACTORS}, r"rope_factors_long\.weight = factors of no"),
-        (SCALED, {SHORT: FACTORS}, rf"rope\.scaling\.type = linear, with factor 4 and tensors \['{SHORT}'\]"),
-        (SCALED, {LONG: FACTORS}, rf"rope\.scaling\.type = linear, with factor 4 and tensors \['{LONG}'\]"),
-        (YARN_KEYS, {LONG: FACTORS}, rf"rope\.scaling\.type = yarn, with factor 4 and tensors \['{LONG}'\]"),
+        (
+            {},
+            {"rope_freqs.weight": FACTORS},
+            r"rope_freqs\.weight = factors of RoPE's frequencies",
+        ),  # Llama 3's scaling
+        ({}, {"rope_factors_long.weight": FACTORS}, r"rope_factors_long\.weight = factors of"),
         (ATTENTION, {}, r"rope\.scaling\.attn_factor = 1\.29"),
         ({}, {"blk.1.attn_q.bias": torch.ones(32)}, r"1 of its tensors, such as blk\.1\.attn_q\.bias"),
     ],
