@@ -8,6 +8,7 @@ greedy texts. It reads on the CPU, where float32 products are exact to rounding,
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ CHUNK = 512
 """Tokens that vLLM computes at once: longer prompts come in chunks."""
 LOGIT_POSITIONS = 512
 SLACK = 1.1
-"""In bfloat16, mean differences of model and base are compared up to this factor: two samples of the same noise."""
+"""In bfloat16, mean differences of model and base are compared up to this factor, and two standard errors of them."""
 
 
 def verify_serving(
@@ -57,7 +58,7 @@ def verify_serving(
         against: the base. In bfloat16 the measure is how far vLLM's base is from transformers' base.
         data: a text file whose tokens make the prompts; None = tokens drawn at random.
         dtype: "float32" (equal greedy tokens, log-probabilities within 1e-3) or "bfloat16" (mean difference at most
-            that of the base; needs `against`).
+            1.1 of the base's, and chance; needs `against`).
         requests: requests at once.
         longest: tokens of the longest prompt, its answer included.
         tokens: tokens generated for each.
@@ -174,7 +175,7 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
 
     Returns:
         requests, tokens compared, prompt_tokens, longest prompt, cached tokens, chosen_otherwise (generated tokens that
-        are not the model's own choice), max and mean difference of log-probabilities in nats.
+        are not the model's own choice), max and mean difference of log-probabilities in nats, standard error of the mean.
     """
     differences, otherwise, generated = [], 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -197,6 +198,7 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
         "chosen_otherwise": otherwise,
         "max_difference": float(every.max()),
         "mean_difference": float(every.mean()),
+        "standard_error": float(every.std(correction=0)) / len(every) ** 0.5,
     }
 
 
@@ -226,8 +228,9 @@ def _passed(report: dict[str, Any], dtype: str) -> dict[str, bool]:
         held[f"log-probabilities within {TOLERANCE:g}"] = all(row["max_difference"] <= TOLERANCE for row in rounds)
         return held
     for mine, base in zip(rounds, report["base_rounds"], strict=False):
+        chance = 2 * math.hypot(mine["standard_error"], base["standard_error"])
         name = f"{mine['round']}: no further apart than the base"
-        held[name] = mine["mean_difference"] <= SLACK * base["mean_difference"]
+        held[name] = mine["mean_difference"] <= SLACK * base["mean_difference"] + chance
     return held
 
 

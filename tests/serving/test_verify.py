@@ -102,11 +102,11 @@ def test_an_engine_that_differs_is_found(short, pico_fox_checkpoint, monkeypatch
 def test_bfloat16_is_measured_by_the_base_and_refused_without_it(pico_fox_checkpoint):
     with pytest.raises(ValueError, match="give --against BASE"):
         verify_serving(pico_fox_checkpoint, dtype="bfloat16")
-    rounds = [{"round": "a", "mean_difference": 0.02, "cached_tokens": 1, "longest_prompt": 9, "preemptions": 1}] * 4
-    report = {"rounds": rounds, "base_rounds": [{"mean_difference": 0.02}]}
-    assert verify._passed(report, "bfloat16")["a: no further apart than the base"]
-    report["base_rounds"] = [{"mean_difference": 0.01}]
-    assert not verify._passed(report, "bfloat16")["a: no further apart than the base"]
+    counts = {"cached_tokens": 1, "longest_prompt": 9, "preemptions": 1}
+    rounds = [{"round": "a", "mean_difference": 0.02, "standard_error": 1e-3, **counts}] * 4
+    for base, held in ((0.02, True), (0.016, True), (0.01, False)):  # 0.016: by 0.0176 and two errors of 0.0014
+        report = {"rounds": rounds, "base_rounds": [{"mean_difference": base, "standard_error": 1e-3}]}
+        assert verify._passed(report, "bfloat16")["a: no further apart than the base"] is held
 
 
 def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoint):
