@@ -150,9 +150,8 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
     "theta5M": ("theta 5e6, 5M", COLOURS[4], "--"),
-    "no-gates": ("stretched, 5M", COLOURS[3], "--"),
-    "yarn8-8M": ("YaRN x 8, 8M", COLOURS[1], "--"),
-    "yarn8-12M-seed1": ("YaRN x 8, 12M", "#888888", "--"),
+    "no-gates-12M": ("stretched, no gates, 12M", COLOURS[3], "--"),
+    "yarn8-12M": ("YaRN x 8, 12M", COLOURS[1], "--"),
     "default": ("default, 12M", COLOURS[0], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""

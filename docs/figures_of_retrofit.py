@@ -26,32 +26,21 @@ from measured_arms import (
     worst_row,
 )
 
-DEFAULT = ("base", "yarn8-8M", "yarn8-facts", "yarn8-12M", "default")
-STEPS = ("stretch-facts", "windows-32k", "self-chat", "taught", "default")
+DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default")
+STEPS = ("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp", "default")
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = (
-    "base",
-    "yarn8-8M",
-    "stretch",
-    "yarn8-codes",
-    "stretch-codes",
-    "yarn8-facts",
-    *STEPS[:-1],
-    "yarn8-12M",
-    "default",
-)
-PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-2048", "stretch-logn")
+RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")
+PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
-RATES = ("yarn8-3e-4", "horizon-3e-4")
 LORA = ("yarn8-lora", "horizon-lora")
-NO_ROPE = ("no-rope", "yarn8-taught", "drope-taught", "fox", "fox-pro")
-PANELS = ("yarn8-8M", "stretch", "self-chat", "taught", "default", "theta5M", "no-rope")
+NO_ROPE = ("no-rope", "no-rope-broad", "no-rope-self", "yarn8-taught", "drope-taught", "fox", "fox-pro")
+PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", "no-rope", "no-rope-broad", "no-rope-self")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
     ("fine-tuned, RoPE as it was", "control"),
-    ("fine-tuned with YaRN x 8", "yarn8-8M"),
     ("YaRN x 8, trained as the default", "yarn8-12M"),
+    ("stretched RoPE without gates, likewise", "no-gates-12M"),
     ("**gates and stretched RoPE** (default)", "default"),
     ("gates, RoPE removed", "no-rope"),
 )
@@ -134,7 +123,6 @@ ARM_TABLES = {
     "retrofit_controls": CONTROLS,
     "retrofit_gates": GATES,
     "retrofit_parts": PARTS,
-    "retrofit_rates": RATES,
     "retrofit_lora": LORA,
     "retrofit_no_rope": NO_ROPE,
 }
@@ -164,7 +152,7 @@ def retrofit_panel() -> str:
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
-    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS]).items():
+    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, *NO_ROPE]).items():
         if measured := (arm.get("panel") or {}).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
@@ -200,7 +188,7 @@ def retrofit_ruler_tasks() -> str:
     """Each of RULER's tasks at 32k, per cent, a task a row."""
     arms = {
         label: row["tasks"]
-        for label, arm in on_file(("yarn8-facts", "stretch-facts", "default")).items()
+        for label, arm in on_file(("yarn8-12M", "no-gates-12M", "ramp", "default")).items()
         for row in arm.get("ruler", ())
         if row["length"] == RULER[-1]
     }

@@ -46,32 +46,6 @@ def vllm_throughput() -> str:
     return table(["prompt", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
 
 
-PEERS = {
-    "fox": "retrofit",
-    "fox-forgetting": "retrofit, a cache that forgets",
-    "fox-full": "retrofit, all keys kept",
-    "fox-dense": "retrofit, no horizon",
-    "base": "base, dynamic cache",
-    "base-flash": "base, FlashAttention in place, compiled",
-    "base-static": "base, static cache, compiled",
-    "base-fp8": "base, 8-bit cache",
-    "base-streaming": "base, StreamingLLM",
-}
-"""The contenders of benchmarks/generate.py, and those of earlier runs."""
-
-
-def decoding() -> str:
-    """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
-    columns = {"wall_ms": ".2f", "gpu_ms": ".2f", "launches": ".0f", "peak_gb": ".2f"}
-    rows = []
-    for cell, found in read("generate.json")["cells"].items():
-        for name, row in found.items():
-            if "wall_ms" in row:
-                rows.append([cell, PEERS[name], *(shown(row.get(c), f) for c, f in columns.items())])
-    header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
-    return table(header, rows, left=2)
-
-
 def shown(value: float | None, as_format: str = ".2f") -> str:
     return "-" if value in (None, math.inf) else format(value, as_format)
 
@@ -122,7 +96,7 @@ def cache_left() -> str:
         caches = [whole, left, share and 100 * share, *(mb.get(x) for x in ("base", "base-fp8", "base-streaming"))]
         # one round alone compiles kernels while it reads
         read_in = {name: row.get("first_ms") for name, row in found.items() if row.get("rounds", 1) > 1}
-        prompts = [over(read_in.get(name), 1000) for name in ("fox-forgetting", "fox-dense", "base")]
+        prompts = [over(read_in.get(name), 1000) for name in ("fox", "fox-forgetting", "fox-dense", "base")]
         rows.append([cell, *(shown(x, ".0f") for x in caches), *map(shown, prompts)])
     header = [
         "batch x context",
@@ -133,7 +107,7 @@ def cache_left() -> str:
         "base in 8 bits",
         "StreamingLLM",
     ]
-    return table([*header, "prompt read, s: forgetting", "no horizon", "base"], rows)
+    return table([*header, "prompt read, s: default", "forgetting", "no horizon", "base"], rows)
 
 
 def of_layers(rows: list[dict]) -> dict[tuple[int, int], dict[str, float]]:

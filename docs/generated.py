@@ -198,7 +198,6 @@ OF_RESULTS = (
     figures.kernel_table,
     figures.kernel_ratios,
     figures.corpus,
-    figures_of_use.decoding,
     figures_of_use.decoding_with_a_horizon,
     figures_of_use.cache_left,
     figures_of_use.decoding_layers,

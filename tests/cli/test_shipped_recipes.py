@@ -26,7 +26,7 @@ def test_ls_says_what_each_is_for_and_takes(run):
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == [recipe.name for recipe in shipped()]
     stretch = next(line for line in lines if line.startswith("smollm2-stretch"))
-    assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "6 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "5 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert all(len(re.split(r"  +", line)) == 5 for line in lines if not line.startswith("accelerate/"))
 
 
