@@ -230,7 +230,7 @@ def test_an_arm_that_is_not_on_file_has_no_row_and_a_measure_that_no_arm_has_no_
     assert "| original |" in table
     assert "| YaRN x 8, trained as the default |" in table
     assert "+0.11 (kind 11)" in table
-    assert "default" not in table
+    assert "(default)" not in table
     assert "keys left" not in table
 
 
