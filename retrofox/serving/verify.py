@@ -175,7 +175,8 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
 
     Returns:
         requests, tokens compared, prompt_tokens, longest prompt, cached tokens, chosen_otherwise (generated tokens that
-        are not the model's own choice), max and mean difference of log-probabilities in nats, standard error of the mean.
+        are not the model's own choice), max and mean difference of log-probabilities in nats, its
+        standard error.
     """
     differences, otherwise, generated = [], 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
