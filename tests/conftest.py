@@ -61,7 +61,7 @@ LONGEST = [
     "reporting/test_report.py", "evaluation/test_evaluate.py", "hub/test_hub.py", "training/test_interruptions.py",
     "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_helpers_compile.py",
     "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
-    "evaluation/test_needle.py", "conversion/test_artefact.py", "evaluation/test_other_models.py",
+    "evaluation/test_needle.py", "conversion/test_artefact.py",
     "parallel/test_shared_rows.py",
 ]  # fmt: skip
 """Files that take longest, from 60 s to 20 s: they come first, so that none is left to one process at the end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from tokenizers import Tokenizer, trainers
 from transformers import PreTrainedTokenizerFast
 
 from retrofox.anatomy import attention_mode
 from retrofox.data.windows import Window
-from retrofox.evaluation.loss_report import print_losses, verdicts
+from retrofox.evaluation.loss_report import verdicts
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges
 from retrofox.loading.loaded_model import open_model
 
@@ -136,18 +134,6 @@ def test_a_change_is_named_as_its_interval_allows(change, interval, word):
     difference = {"mean": change, "standard_error": None, "interval": interval}
     [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}]})
     assert word in sentence
-
-
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_table_has_every_number_on_a_narrow_terminal_too(pico_fox, pico_llama, measure, width):
-    result = measure(pico_fox(), [pico_llama(), pico_llama(initializer_range=0.2)], length=128)
-    console = Console(width=width, file=io.StringIO())
-    print_losses(result, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for row in result["buckets"]:
-        assert all(f"{loss['mean']:.4f}" in shown for loss in row["loss"].values())
-        assert all(f"{difference['mean']:+.4f}" in shown for difference in row["difference"].values())
-    assert "differences are to LlamaForCausalLM, of gates" in shown
 
 
 def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenizer, documents, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrofox.evaluation import gates_report, loss_report, needle_report
+from retrofox.evaluation import gates_report, loss_report
 from retrofox.support.plots import save_figure
 
 
@@ -28,17 +28,6 @@ def losses(*curves: dict, less: tuple[dict, ...] = ()):
     return loss_report.figure(given)
 
 
-def test_each_models_loss_is_drawn_once_with_units_and_a_legend():
-    [axes] = losses(curve("retrofit", 4.0), curve("base", 4.2)).axes
-    losses(curve("one", 3.0, None))  # of a single document there is no band
-    assert [line.get_label() for line in axes.get_lines()][:2] == ["retrofit", "base"]
-    np.testing.assert_allclose(np.asarray(axes.get_lines()[0].get_ydata()), curve("", 4.0)["mean"])
-    assert "tokens" in axes.get_xlabel()
-    assert "nats" in axes.get_ylabel()
-    assert axes.get_legend_handles_labels()[1] == ["retrofit", "base"]
-    assert any("trained length 1k" in text.get_text() for text in axes.texts)
-
-
 def test_names_are_drawn_as_they_are_and_the_same_numbers_give_the_same_files(tmp_path):
     name = r"_m$\frac$"  # no formula, and not left out of the legend as matplotlib leaves out _names
     drawn = [losses(curve(name, 4.0), curve("a$b$", 4.1), less=(curve(name, 0.1),)) for _ in range(2)]
@@ -56,17 +45,6 @@ def test_differences_get_a_panel_of_their_own_in_the_same_colours():
     assert "nats" in lower.get_ylabel()
     assert lower.get_yscale() == "linear"
     assert losses(*curves, less=(curve("b", -5.0, look=1),)).axes[1].get_yscale() == "symlog"
-
-
-def test_a_heat_map_of_needles_shows_every_cell():
-    grid = [[1.0, 0.5], [0.25, 1.0], [0.0, 0.75]]
-    models = {"m": {"trained_length": 2048, "modes": {"easy": {"found": grid}}}}
-    result = {"models": models, "lengths": [1024, 8192], "depths": [0.0, 0.5, 1.0], "trials": 2}
-    axes = needle_report.depth_figure(result, "m", "easy").axes[0]
-    np.testing.assert_array_equal(np.asarray(axes.images[0].get_array()), grid)
-    shown = [text.get_text() for text in axes.texts]
-    assert [text for text in shown if text.endswith("%")] == ["100%", "50%", "25%", "100%", "0%", "75%"]
-    assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["1k", "8k"]
 
 
 def test_heads_that_never_forget_are_counted():

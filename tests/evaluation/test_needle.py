@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from retrofox.evaluation import needle as needle_module
-from retrofox.evaluation import needle_report as report
 from retrofox.evaluation.needle import MODES, needle
 from retrofox.evaluation.statistics import wilson_interval
 
@@ -70,36 +68,6 @@ def test_the_grid_counts_exact_matches_and_the_files_hold_it(haystack, llama, op
     pictures = {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == pictures | {"needle.json"}
     assert {Path(path).name for path in result["files"].values()} == {path.name for path in tmp_path.iterdir()}
-
-
-def test_the_table_shows_shares_with_wilson_intervals_side_by_side(haystack, llama, options, near_reader, capsys):
-    needle(llama, llama, haystack, [480, 1200], [0.0, 1.0], trials=3, **options)
-    cells = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("│")
-    ]
-    one, two = "LlamaForCausalLM", "LlamaForCausalLM (2)"
-    assert cells == [
-        ["480", one, "100%", "61-100 %", "-0.500"],
-        ["", two, "100%", "61-100 %", "-0.500"],
-        ["1.17k", one, "50%", "19-81 %", "-0.500"],
-        ["", two, "50%", "19-81 %", "-0.500"],
-    ]
-
-
-def test_the_figure_draws_each_modes_shares_and_intervals():
-    rows = [{"found": 0.5, "interval": [0.2, 0.8]}, {"found": 1.0, "interval": [0.7, 1.0]}]
-    other = [{"found": 0.0, "interval": [0.0, 0.3]}] * 2
-    modes = {"easy": {"by_length": rows}, "standard": {"by_length": other}}
-    result = {"modes": list(modes), "lengths": [64, 128], "models": {"m": {"modes": modes}}}
-    figure = report.length_figure(result)
-    assert isinstance(figure, Figure)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == list(modes)
-    [bars] = figure.axes[0].containers
-    np.testing.assert_allclose(bars[0].get_ydata(), [0.5, 1.0])
-    ends = [segment[:, 1] for segment in bars[2][0].get_segments()]
-    np.testing.assert_allclose(ends, [[0.2, 0.8], [0.7, 1.0]])
 
 
 def test_a_needle_is_found_where_greedy_decoding_emits_its_answer(haystack, llama, options):

@@ -13,9 +13,8 @@ import yaml
 
 from retrofox.evaluation import token_scores
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.lm_eval import PRESETS, Scores, differences, expand, find_tasks, print_tasks, run_tasks
+from retrofox.evaluation.lm_eval import PRESETS, expand, find_tasks, run_tasks
 from retrofox.loading.loaded_model import LoadedModel
-from retrofox.support.report import output_console
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
 CHOICE = {
@@ -128,25 +127,6 @@ def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokeniz
     widths.clear()
     evaluate(fox, length=77, **options)
     assert max(widths) == 77
-
-
-def test_the_tables_say_scores_and_differences(capsys):
-    def scores(*values: float) -> Scores:
-        documents = {str(n): value for n, value in enumerate(values)}
-        mean = sum(values) / len(values)
-        return Scores(
-            {"odd": {"acc,none": mean, "acc_stderr,none": 0.25, "f1,none": None}}, {"odd": {"acc,none": documents}}
-        )
-
-    both = {"model": scores(1, 1, 1, 0), "base": scores(0, 0, 1, 0)}
-    changes = differences(both, "base")
-    assert changes["model"]["odd"]["acc,none"]["difference"] == 0.5
-    names = {"model": "mine", "base": "theirs"}
-    print_tasks({key: one.metrics for key, one in both.items()}, changes, names, "base", output_console())
-    out = capsys.readouterr().out
-    assert "0.7500 ±0.250" in out
-    assert "+0.5000 ±0.2887" in out
-    assert differences({"model": both["model"]}, "base") == {}
 
 
 def test_presets_are_lm_evals_own_names(folder, monkeypatch):
