@@ -18,13 +18,13 @@ from retrofox.conversion.own_gates import plan_of_own_gates, write_own_gates
 from retrofox.conversion.verify import prove
 from retrofox.data.sources import Text
 from retrofox.data.windows import require_files
-from retrofox.families import OWN_GATES
+from retrofox.families import OWN_GATES, check_supported
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import Progress, atomic_directory, refuse_existing
 from retrofox.loading.base import load_base
-from retrofox.loading.configs import any_config, base_config
-from retrofox.loading.source import check_live, fetch, read_config, recorded, refuse_adapter
+from retrofox.loading.configs import any_config
+from retrofox.loading.source import check_live, check_source, fetch, read_config, recorded, refuse_adapter
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.support.files import write_json
 from retrofox.support.memory import peak_bytes
@@ -48,7 +48,9 @@ def plan_for(source: ModelSource, spec: FoxSpec, revision: str | None = None) ->
     values = read_config(source, revision)
     if values.get("model_type") in OWN_GATES:
         return plan_of_own_gates(values, spec, recorded(source), revision)
-    return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
+    check_source(source, values)
+    check_supported(values)
+    return make_plan(any_config(source, revision), spec, base=recorded(source), revision=revision)
 
 
 def preview(

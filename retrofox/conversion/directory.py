@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,9 +16,8 @@ from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import Progress, copy_shards
 from retrofox.loading.shards import INDEX, Shards
-from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
 from retrofox.model.modeling_fox import write_remote_code
-from retrofox.surgery import ATTENTION, Plan, with_new_modules
+from retrofox.surgery import Plan, with_new_modules
 
 logger = logging.getLogger(__name__)
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -87,7 +85,7 @@ def write_directory(
     size = shards.nbytes(found.tensors.values()) + sum(t.nbytes for t in new.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    _write_config(directory, plan, partial)
+    plan.config.to_json_file(partial / "config.json")
     copy_others(directory, partial)
     write_remote_code(partial)
 
@@ -99,19 +97,6 @@ def copy_others(directory: Path, partial: Path) -> None:
             target = partial / file.relative_to(directory)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
-
-
-def _write_config(directory: Path, plan: Plan, partial: Path) -> None:
-    """The base's config.json with the keys that the conversion changes."""
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    for key in ATTENTION:
-        config.pop(key, None)
-    for key in ("model_type", "architectures", "auto_map"):
-        config[key] = getattr(plan.config, key)
-    config |= plan.settings_replaced
-    config["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
-    config["fox"] = plan.config.fox
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _comes_along(name: str) -> bool:

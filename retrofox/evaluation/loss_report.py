@@ -21,7 +21,6 @@ from retrofox.support.plots import (
     COLOURS,
     LINES,
     STYLE,
-    legend_label,
     new_figure,
     save_figure,
     set_titles,
@@ -222,7 +221,7 @@ def _line(axes: Any, curve: dict[str, Any]) -> None:
     error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
     colour, style = COLOURS[curve["look"] % len(COLOURS)], LINES[curve["look"] % len(LINES)]
     look = {"color": colour, "linestyle": style, "lw": 1.9, "zorder": 3.0 - 0.01 * curve["look"]}
-    axes.plot(curve["position"], mean, label=legend_label(curve["label"]), **look)
+    axes.plot(curve["position"], mean, label=curve["label"], **look)
     axes.fill_between(curve["position"], mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
 
 

@@ -17,7 +17,6 @@ from retrofox.support.plots import (
     COLOURS,
     LINES,
     STYLE,
-    legend_label,
     new_figure,
     save_figure,
     set_titles,
@@ -128,7 +127,7 @@ def length_figure(result: dict[str, Any]) -> Figure:
                     marker="o",
                     markersize=4,
                     capsize=3,
-                    label=legend_label(name),
+                    label=name,
                 )
             panel.set_title(mode, fontsize=11)
             panel.set_xscale("log", base=2)

@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from retrofox.families import check_known, check_supported
+from retrofox.families import check_known
 from retrofox.loading.errors import opening
 from retrofox.loading.gguf_files import gguf_config
-from retrofox.loading.source import check_source, read_config, refuse_adapter
+from retrofox.loading.source import read_config
 
 
-def any_config(source: str | Path) -> Any:
+def any_config(source: str | Path, revision: str | None = None) -> Any:
     """The transformers config of an unconverted model, supported or not: Hub id, directory or .gguf file.
 
     Raises:
@@ -22,17 +22,6 @@ def any_config(source: str | Path) -> Any:
     """
     if str(source).endswith(".gguf"):
         return gguf_config(source)
-    values = read_config(source)
-    check_known(source, values)
-    with opening(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-
-
-def base_config(source: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
-    refuse_adapter(source)
-    values = read_config(source, revision)
-    check_source(source, values)
-    check_supported(values)
+    check_known(source, read_config(source, revision))
     with opening(f"config.json of {source}"):
         return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 
@@ -23,21 +22,15 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Starts counting the peak anew, where the system can (GPUs, Linux); returns the bytes in use now."""
+    """Starts counting a GPU's peak anew; returns the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif os.access("/proc/self/clear_refs", os.W_OK):
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # resets VmHWM (proc(5))
     return bytes_in_use(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes in use since the last `reset_peak`; where the peak of a process can't be reset, since its start."""
+    """Most bytes in use: of a GPU since the last `reset_peak`, of this process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if os.path.exists("/proc/self/status"):
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

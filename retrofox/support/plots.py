@@ -62,11 +62,6 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def legend_label(name: str) -> str:
-    """A name as a legend shows it, which leaves out _names."""
-    return f" {name}" if name.startswith("_") else name
-
-
 def set_titles(axes: Any, title: str, subtitle: str) -> None:
     """A bold title, and below it a subtitle in small grey letters."""
     axes.set_title(title, fontweight="bold", pad=20)

@@ -136,8 +136,6 @@ def recompute(model: Any, which: str | int, offload: bool = False) -> int:
 def save_memory(model: Any, stage: Stage) -> None:
     """Applies a stage's switches on activations: gradient_checkpointing, offload_activations, tiled_mlp.
 
-    Norms must be fused before: those that are stay untiled.
-
     Raises:
         ValueError: the model's layers can't do what a switch asks for.
     """

