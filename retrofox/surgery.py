@@ -32,12 +32,9 @@ from retrofox.version import __version__
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
-ATTENTION = ("_attn_implementation", "attn_implementation")
-"""Keys of a config.json by which it asks for an attention function, of which a converted model has one."""
 DROPPED = (
     *("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox"),
-    "transformers_weights",
-    *ATTENTION,
+    *("transformers_weights", "_attn_implementation", "attn_implementation"),
 )
 """Keys of a base's config that are not copied to the converted model's."""
 

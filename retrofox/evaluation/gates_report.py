@@ -141,7 +141,7 @@ def open_heads_sentence(live: Mapping[str, Any], heads: Sequence[Mapping[str, An
     told = {name: score for name, score in scores.items() if score is not None}
     count = f"{len(whole)} head{'s' * (len(whole) > 1)} of {len(heads)} see{'s' * (len(whole) == 1)} {where}"
     if not told:
-        return f"{count}: {_names(sorted(whole, key=_place))}"
+        return f"{count}: {_names(row['open_heads'])}"
     looking = sorted((n for n, score in told.items() if score >= LOOKS_UP), key=lambda n: -told[n])
     seeing = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name in whole]
     closed = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name not in whole]
@@ -153,8 +153,3 @@ def open_heads_sentence(live: Mapping[str, Any], heads: Sequence[Mapping[str, An
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _place(name: str) -> tuple[int, int]:
-    layer, _, head = name.partition(".")
-    return int(layer), int(head)

@@ -125,8 +125,9 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     log = 4.0 * tokens * shape.layers * shape.heads if shape.gates != (0, 0) else 0.0
     kept = (shape.layers - again) * layer + here * checkpoint + log + 2 * checkpoint
 
-    rows = min(tokens, logit_rows(shape, stage, on.cuda))
-    each = 26 if stage.objective == "distill" else number + 8
+    distills = stage.objective == "distill"
+    rows = min(tokens, chunk_rows(shape.vocabulary, on.cuda, distills))
+    each = 26 if distills else number + 8
     logits = 0.0 if stage.objective == "align" else float(rows * shape.vocabulary * each)
     kept_head = 4.0 * head_size if learns_head else 0.0
     product = number * head_size if learns_head else 0.0
@@ -172,12 +173,6 @@ def tile_tokens(shape: Shape, stage: Stage) -> int:
     if isinstance(stage.tiled_mlp, int):
         return stage.tiled_mlp
     return auto_tile(max(shape.width, shape.hidden))
-
-
-def logit_rows(shape: Shape, stage: Stage, cuda: bool) -> int:
-    """Rows of logits that exist at the same time, as the objectives choose them."""
-    rows = chunk_rows(shape.vocabulary, cuda)
-    return max(64, rows // 4) if stage.objective == "distill" else rows
 
 
 def is_paged(optim: str) -> bool:

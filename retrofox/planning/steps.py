@@ -69,9 +69,14 @@ def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
     return batch_tokens // unit
 
 
-def chunk_rows(vocabulary: int, cuda: bool) -> int:
-    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
-    return max(64, 1 << (max(1, (2**28 if cuda else 2**24) // vocabulary).bit_length() - 1))
+def chunk_rows(vocabulary: int, cuda: bool, distills: bool = False) -> int:
+    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU.
+
+    Args:
+        distills: a quarter of them, since both models' are there.
+    """
+    rows = 1 << (max(1, (2**28 if cuda else 2**24) // vocabulary).bit_length() - 1)
+    return max(64, rows // 4 if distills else rows)
 
 
 def recomputed_layers(which: str | int, layers: int) -> range:

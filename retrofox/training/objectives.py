@@ -88,7 +88,7 @@ class Distill:
         self.teacher = teacher
         self.temperature = stage.temperature
         self.ce_weight = stage.ce_weight
-        self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device.type == "cuda") // 4)
+        self.rows = chunk_rows(causal_lm(model).config.vocab_size, device.type == "cuda", distills=True)
         self.plain = self.temperature == 1 and is_plain_head(model)
         self.kind, self.reason = "chunked", "KL needs both distributions of a row"
 

@@ -25,10 +25,9 @@ from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
-from retrofox.training.callbacks import GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
+from retrofox.training.callbacks import GateRecorder, Guard, KeepGathered, LogWithSaves, LossWindow, Signals
 from retrofox.training.log import Clock, JsonLog, Progress
 from retrofox.training.lora import assert_gates_saved
-from retrofox.training.loss_spike import Guard
 from retrofox.training.objectives import Extend
 from retrofox.training.param_groups import parameter_groups, schedule, set_rates
 from retrofox.training.run_directory import Run

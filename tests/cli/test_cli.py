@@ -151,7 +151,6 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "generate {base}": "no prompt given",
         "generate {base} hi --top-p .5": "no effect on greedy decoding",
         "generate {base} hi --max-new-tokens -3": "1 or more",
-        "eval {base} --data x.txt --tasks ,": "tasks must be names",
         "eval {base}": "nothing to evaluate on",
         "plan smollm2-lora --sharding fsdp1": "--sharding",
         "push ./absent me/fox": "does not exist",

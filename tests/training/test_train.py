@@ -17,10 +17,9 @@ from retrofox.data.prepare import prepare_data
 from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
-from retrofox.training.callbacks import half_life_statistics
+from retrofox.training.callbacks import Guard, half_life_statistics
 from retrofox.training.data import StageData
 from retrofox.training.log import JsonLog, log_line
-from retrofox.training.loss_spike import Guard
 from retrofox.training.measure import check_here
 from retrofox.training.param_groups import parameter_groups, role_of, schedule, set_trainable
 from retrofox.training.train import train
