@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import cache_methods
-from eviction import DUO_RECENT, DUO_SINKS, FUTURE, METHODS, SCORES, SINKS, Evicting, duo, round_to_fp8
+from eviction import DUO_RECENT, DUO_SINKS, FUTURE, METHODS, SCORES, SINKS, Evicting, duo
 
 LENGTH, TAIL = 90, 6
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -101,25 +101,6 @@ def test_retrieval_scores_are_shares_of_attention(llama, ids):
         whole = evicting.attention_to(ids[LENGTH:], cache, slice(2, 4), slice(None))
     torch.testing.assert_close(whole, torch.ones(2, 2))
     assert (torch.stack(found).sum(0) >= 1 - 1e-5).all(), "each is the most of two query heads"
-
-
-def test_fp8_rounds_the_cache_by_at_most_a_sixteenth(llama, ids):
-    evicting = Evicting(llama)
-    with evicting.installed():
-        cache = evicting.prefill(ids[:LENGTH])
-    before = cache.layers[0].keys.clone()
-    round_to_fp8(cache)
-    change = (cache.layers[0].keys - before).abs()
-    assert change.max() > 0
-    assert (change <= before.abs() / 16 + before.abs().amax() / 448 / 2**7).all()
-
-
-def test_layers_with_windows_are_refused(pico_llama, pico_tokenizer):
-    model = pico_llama()
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    opened: Any = type("", (), {"model": model, "name": "mixed"})
-    with pytest.raises(ValueError, match="mixed has layers of full_attention, sliding_attention"):
-        cache_methods.Plain(opened, Any, Any)  # type: ignore[arg-type]
 
 
 def test_the_command_writes_rows_of_a_plain_and_a_forgetting_model(pico_checkpoint, pico_fox, pico_tokenizer, tmp_path):

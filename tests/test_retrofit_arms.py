@@ -17,8 +17,6 @@ ONE_ARM = """
 import json, sys
 from pathlib import Path
 given = sys.argv[1:]
-if "broken" in given:
-    sys.exit("error: a reason")
 out = Path(given[given.index("--out") + 1]) if "--out" in given else Path(given[2].removeprefix("output="))
 out.mkdir(parents=True, exist_ok=True)
 (out / "result.json").write_text(json.dumps(given))
@@ -54,15 +52,6 @@ def test_an_arm_is_trained_once_and_judged_by_every_part(arm, tmp_path):
     assert found["tasks"][found["tasks"].index("--tasks") + 1] == "local_copa"
     again = arm("--recipe", "other.yaml", *tasks)  # everything is there
     assert again["fox"][1] == "fox.yaml"
-
-
-def test_only_what_is_asked_for_runs(arm):
-    assert set(arm("--model", "base", "--only", "eval,needle-easy")) == {"eval", "needle-easy"}
-
-
-def test_a_failure_is_told_with_its_reason(arm):
-    with pytest.raises(SystemExit, match=r"(?s)train ended with exit code 1.*error: a reason"):
-        arm("--recipe", "broken")
 
 
 PROGRAM = """
