@@ -77,7 +77,7 @@ def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer
     assert sample_conversations(model, pico_tokenizer, 5, *around, progress=False) == first
 
 
-@pytest.mark.parametrize(("free", "rows"), [(70, 512), (8, 256), (0, 1)])
+@pytest.mark.parametrize(("free", "rows"), [(70, 1536), (8, 256), (0, 1)])
 def test_a_gpu_makes_as_many_together_as_its_free_memory_holds(monkeypatch, free, rows):
     monkeypatch.setattr(self_chat, "USER_TOKENS", 28)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
