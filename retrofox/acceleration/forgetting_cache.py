@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrofox.acceleration import cuda_graph_decoding
-from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer
+from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition
 
 PAGE = 256
@@ -33,6 +33,7 @@ class ForgettingLayer(DynamicLayer):
         seen: tokens of the text so far.
         groups: one GrowingLayer of all heads, (B, Hkv, S, width), or several whose rows are kv heads, (n, 1, S, width).
         pairs: b * Hkv + h of each row of each group, in their order; None while there is one GrowingLayer of all heads.
+        first: (B,) the first visible position of each row, None without padding; set when something is forgotten.
     """
 
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
@@ -45,6 +46,7 @@ class ForgettingLayer(DynamicLayer):
         self.is_initialized, self.seen, self.whole = False, 0, False
         self.groups, self.bases = [GrowingLayer()], [0]
         self.pairs: Any = None
+        self.first: Tensor | None = None
         self.horizon: float | None = None
         self.begin, self.next_check = 0, 2 * PAGE
 
@@ -83,7 +85,15 @@ class ForgettingLayer(DynamicLayer):
                 group._show(base + self.seen)
 
     def _split(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Tensors over all pairs (B * Hkv, ...) as the groups have them."""
+        """Tensors over all pairs (B * Hkv, ...) as the groups have them.
+
+        Raises:
+            ValueError: they have other rows than the cache.
+        """
+        if len(tensors[0]) != len(self):
+            raise ValueError(
+                f"{len(tensors[0]) // self.kv_heads} rows don't fit a cache of {self.batch}: start a new one"
+            )
         if len(self.groups) == 1:
             return [tensors]
         sizes = [len(x) for x in self.pairs]
@@ -111,6 +121,8 @@ class ForgettingLayer(DynamicLayer):
             raise ValueError(
                 f"this cache forgot by a horizon of {self.horizon} nats, not {call.options['horizon']}: {KEEP_ALL}"
             )
+        if not _alike(call.seq_start, self.first):
+            raise ValueError(f"the mask hides other tokens on the left than when this cache forgot: {KEEP_ALL}")
         batch, _, length, dim = call.query.shape
         [queries] = zip(*self._split([call.query.reshape(len(self), -1, length, dim)]), strict=True)
         outputs, expand = [], getattr(call.gates, "expand", None)
@@ -139,6 +151,7 @@ class ForgettingLayer(DynamicLayer):
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
         begin, first = self.seen - PAGE, call.seq_start
+        hidden = first
         if self.pairs is None and first is not None:
             if int(first.max()) + sink >= begin:  # a row whose sinks are still to come
                 return
@@ -163,8 +176,7 @@ class ForgettingLayer(DynamicLayer):
         groups = [
             packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink, PAGE) for x in parts
         ]
-        self._take(groups, [[numbers[i] for i in x] for x in parts])
-        self.horizon, self.begin = horizon, begin
+        self._take(groups, [[numbers[i] for i in x] for x in parts], self.batch, hidden, horizon, begin)
 
     def _rows(self, group: GrowingLayer) -> list[list[Tensor]]:
         """[keys (S, width), values (S, width), c (2 G, S)] of each row's kv heads."""
@@ -187,11 +199,14 @@ class ForgettingLayer(DynamicLayer):
         """Query heads of a kv head."""
         return group.sums.shape[1] // (2 * group.keys.shape[1])
 
-    def _take(self, groups: list[GrowingLayer], pairs: list[list[int]]) -> None:
+    def _take(
+        self, groups: list[GrowingLayer], pairs: list[list[int]], batch: int, first: Any, horizon: Any, begin: int
+    ) -> None:
         order = torch.tensor([x for part in pairs for x in part], device=self.device)
-        self.order, self.inverse = order, order.argsort()
-        bases = [group.get_seq_length() - self.seen for group in groups]
-        self.groups, self.pairs, self.bases = groups, pairs, bases
+        inverse, bases = order.argsort(), [group.get_seq_length() - self.seen for group in groups]
+        self.batch, self.first, self.horizon, self.begin = batch, first, horizon, begin
+        # all at once: Ctrl-C may come in between
+        self.groups, self.pairs, self.bases, self.order, self.inverse = groups, pairs, bases, order, inverse
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -n tokens; n > 0: all but n.
@@ -229,8 +244,9 @@ class ForgettingLayer(DynamicLayer):
         kept = [(group, x) for group, x in zip(self.groups, taken, strict=True) if x]
         for group, x in kept:
             group.batch_select_indices(torch.tensor([i for _, i in x], device=self.device))
-        self.batch = len(found)
-        self._take([group for group, _ in kept], [[pair for pair, _ in x] for _, x in kept])
+        groups, pairs = [group for group, _ in kept], [[pair for pair, _ in x] for _, x in kept]
+        first = None if self.first is None else self.first[rows]
+        self._take(groups, pairs, len(found), first, self.horizon, self.begin)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         if self.is_initialized:
@@ -272,13 +288,23 @@ class ForgettingCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # type: ignore[override]
-        first: Any = self.layers[0]
-        layer: Any = self.layers[layer_idx]
-        held = first.get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
-        if layer.seen < held:
-            raise ValueError("a call that was interrupted left some layers of this cache empty: start a new one")
+        layers: list[Any] = self.layers
+        if layer_idx >= len(layers) or layers[layer_idx].incoming is None:
+            raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
+        layer = layers[layer_idx]
+        held = layers[0].get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
+        if not layer.begin <= held <= layer.seen:
+            raise ValueError(INTERRUPTED)
         layer.seen = held
         return layer.update(key_states, value_states, *args, **kwargs)
+
+
+def _alike(first: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two first visible positions (B,) are the same; None: 0 in every row."""
+    if first is None or other is None:
+        some = other if first is None else first
+        return some is None or not bool(some.any())
+    return torch.equal(first, other)
 
 
 def forgets(model: Any) -> bool:

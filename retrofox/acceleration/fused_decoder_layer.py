@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -119,13 +120,13 @@ def fused_layers(model: Any) -> Iterator[int]:
     """
     with ALONE:
         changed = _fused_forwards(model)
-        for module, forward in changed.items():
-            module.forward = for_this_thread(module, forward)
-        try:
+        try:  # Ctrl-C may come while they are put in
+            for module, forward in changed.items():
+                module.forward = for_this_thread(module, forward)
             yield len(changed)
         finally:
-            for module in changed:
-                del module.forward
+            # by functions in C alone, between which Ctrl-C can't come
+            list(map(dict.pop, map(vars, changed), itertools.repeat("forward"), itertools.repeat(None)))
 
 
 def _is_silu(activation: Any) -> bool:

@@ -15,6 +15,7 @@ CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_valu
 """transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
+INTERRUPTED = "a call that was interrupted left some layers of this cache without its tokens: start a new one"
 SPARE_TOKENS, SPARE_PART = 64, 16  # room for more tokens, or a sixteenth of those there: new memory costs time
 
 
@@ -31,12 +32,13 @@ class GrowingLayer(DynamicLayer):
         sums: (B, 2 H, S, 1) float32, likewise: c per query head as two floats, all rounded ones, then their residuals.
 
     Raises:
-        ValueError: keys arrive without gates, or `keys` was replaced from outside.
+        ValueError: keys arrive without gates, `keys` was replaced from outside, or the first layer holds other tokens.
     """
 
     length: Any = None  # of a `static_cache.StaticLayer`
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
     reserve = 0  # tokens to have room for from the first on
+    leader: Any = None  # the cache's first layer, of the others
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -65,6 +67,8 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(wide, value_states)
         self._check(wide)
         end = self._length + wide.shape[2]
+        if self.leader is not None and self.leader.get_seq_length() != end:
+            raise ValueError(INTERRUPTED)
         if self._fits(end) and appends(wide, value_states, log_f):
             append(self._buffers, self._length, wide, value_states, log_f)
             self._show(end)
@@ -117,12 +121,11 @@ class GrowingLayer(DynamicLayer):
 
     def _move(self, like: list[torch.Tensor], end: int) -> None:
         """Moves the tensors into buffers for `end` tokens and some more, with the width and dtype of `like`."""
-        old = [buffer[:, :, : self._length] for buffer in self._buffers]
         fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
-        self._buffers = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
-        for buffer, x in zip(self._buffers, old, strict=False):
-            buffer[:, :, : self._length] = x
-        self._writable = True
+        buffers = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
+        for buffer, old in zip(buffers, self._buffers, strict=False):
+            buffer[:, :, : self._length] = old[:, :, : self._length]
+        self._buffers, self._writable = buffers, True  # at once: Ctrl-C may come in between
 
     def _append(self, new: list[torch.Tensor], end: int) -> None:
         recorded = torch.is_grad_enabled()
@@ -139,8 +142,8 @@ class GrowingLayer(DynamicLayer):
         self._show(end)
 
     def _show(self, length: int) -> None:
-        self._length = length
-        self.keys, self.values, self.sums = (buffer.narrow(2, 0, length) for buffer in self._buffers)
+        keys, values, sums = (buffer.narrow(2, 0, length) for buffer in self._buffers)
+        self._length, self.keys, self.values, self.sums = length, keys, values, sums
 
     def _each(self, change: Any) -> None:
         """Applies `change` to every tensor kept; the first dimension of each is the batch."""
@@ -202,6 +205,7 @@ def with_gates(slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return slow(layer, cache)
         growing = GrowingLayer()
         growing.reserve = getattr(cache, "tokens_to_reserve", 0)
+        growing.leader = None if layer is cache.layers[0] else cache.layers[0]
         return growing
 
     return with_gates

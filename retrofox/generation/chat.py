@@ -55,7 +55,11 @@ class ChatSession:
         self._cut_back(ids)
         unread = 0 if streamer is None else len(ids) - self.reused_tokens
         options = {"streamer": streamer, "cache": self.cache, "unread": unread, **sampling}
-        [new] = complete(self.opened, [ids], max_new_tokens, **options)
+        try:
+            [new] = complete(self.opened, [ids], max_new_tokens, **options)
+        except BaseException:  # Ctrl-C, out of memory: the cache holds part of a call
+            self.drop_cache()
+            raise
         self.cached_ids = [*ids, *new][: self.cache.get_seq_length()]
         answer = self.opened.tokenizer.decode(new, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -123,7 +127,6 @@ def chat(
                 seed=None if seed is None else seed + turn,
             )
         except KeyboardInterrupt:
-            session.drop_cache()  # it stopped in the middle of a step
             print("\n(stopped)", file=sys.stderr)
             continue
         writer.close()

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
+from retrofox.acceleration.growing_cache import GrowingLayer
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate, render
 from retrofox.generation.streaming import Meter, Writer
@@ -78,6 +79,26 @@ def test_an_answer_that_was_stopped_is_forgotten(opened, capsys):
     assert "(stopped)" in capsys.readouterr().err
     assert [message["role"] for message in conversation] == ["user", "assistant"]
     assert conversation[1]["content"] == fresh(opened, conversation[0]["content"], 12)
+
+
+def test_a_turn_that_ran_out_of_memory_leaves_a_session_that_goes_on(opened, monkeypatch):
+    session, text = ChatSession(opened), "the fox forgets the gate"
+    answer = session.reply(text, 6)
+
+    calls, update = [], GrowingLayer.update
+
+    def fails(layer, *given, **options):
+        calls.append(layer)
+        if len(calls) == 6:  # the second layer's, after two tokens
+            raise torch.OutOfMemoryError
+        return update(layer, *given, **options)
+
+    monkeypatch.setattr(GrowingLayer, "update", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        session.reply("the fox forgets the gate, the gate", 6)
+    assert len(session.messages) == 2
+    assert session.reply("the fox forgets another gate", 6) == fresh(opened, "the fox forgets another gate", 6)
+    assert session.messages[1]["content"] == answer
 
 
 def test_turns_draw_anew(opened):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 from tests.conftest import MLA
 from tests.model.conftest import ids_of, mask_of
+from tests.model.test_families import ROWS
 
 SPEC: dict[str, Any] = {"half_life": (1.0, 12.0), "horizon": 8.0}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -38,12 +41,17 @@ def logits(model, ids, mask, cache, sizes) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-def compared(model, sizes=(40, 1), length=540) -> ForgettingCache:
-    ids, mask, cache = ids_of(3, length), mask_of(3, length), ForgettingCache()
+def compared(model, sizes=(40, 1), length=540, rows=3, on_the_edge=0) -> ForgettingCache:
+    """The cache after a text whose logits it gave to rounding.
+
+    on_the_edge: tokens from which rounding may hide, or show, a key whose weight has just decayed to e^-8.
+    """
+    ids, mask, cache = ids_of(rows, length), mask_of(rows, length), ForgettingCache()
     found = logits(model, ids, mask, cache, sizes)
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), sizes)
-    real = mask.bool()
-    torch.testing.assert_close(found[real], wanted[real], atol=1e-4, rtol=1e-4)
+    error = ((found - wanted).abs() - 1e-4 * wanted.abs()).amax(-1)[mask.bool()]
+    assert error.max() < (1e-3 if on_the_edge else 1e-4)
+    assert (error > 1e-4).sum() <= on_the_edge
     return cache
 
 
@@ -53,10 +61,13 @@ def test_logits_are_the_full_caches_over_540_tokens(pico_fox, sizes):
     assert cache.num_live < 0.2 * 2 * 3 * 2 * 540
 
 
-def test_logits_are_the_full_caches_over_5000_tokens(pico_fox, monkeypatch):
+@pytest.mark.parametrize("name", ROWS)
+def test_every_familys_logits_are_the_full_caches_over_10000_tokens(pico_fox, monkeypatch, name):
     monkeypatch.setattr(forgetting_cache, "PAGE", 256)
-    cache = compared(pico_fox(**SPEC | {"half_life": (1.0, 100.0)}), (900, 37), 5000)
-    assert cache.num_live < 0.5 * 2 * 3 * 2 * 5000
+    model = pico_fox(family=name.split()[0], config=ROWS[name], rope="keep", half_life=(1.0, 60.0), horizon=8.0)
+    cache = compared(model, (2048, 700, 1, 300, 1, 1, 511), 10_000, rows=2, on_the_edge=3)
+    layers: list[Any] = cache.layers
+    assert cache.num_live < 0.15 * sum(len(layer) * layer.seen for layer in layers)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +79,10 @@ def test_other_retrofits_forget_alike(pico_fox, spec):
     compared(pico_fox(**SPEC | spec))
 
 
-WINDOWS = {"sliding_window": 24}
-FAMILIES = {"mistral": WINDOWS, "gemma2": {**WINDOWS, "query_pre_attn_scalar": 8}, "qwen3": {}, "phi3": {}}
-
-
 def test_a_latent_is_freed_when_the_last_of_its_heads_has_forgotten_it(pico_fox):
     model = pico_fox(family="youtu", config=MLA, rope="keep", **SPEC)
     heads = cached_heads(next(attentions(model))[1])[0]  # 4 with transformers that cache what the latent expands to
     assert compared(model).num_live < 0.25 * 2 * 3 * heads * 540
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families_forget_alike(pico_fox, family):
-    model = pico_fox(family=family, config=FAMILIES[family], rope="keep", **SPEC)
-    assert compared(model).num_live < 0.2 * 2 * 3 * 2 * 540
 
 
 def test_bfloat16_loses_no_more_than_with_the_full_cache(pico_fox):
@@ -112,9 +113,9 @@ def test_a_freed_key_is_never_read(pico_fox, monkeypatch):
     """What was let go is NaN from then on, and so is room that nothing has been written to."""
     take, freed = ForgettingLayer._take, []
 
-    def poisoned(self, groups, pairs):
+    def poisoned(self, groups, *rest):
         old = [buffer for group in self.groups for buffer in group._buffers]
-        take(self, groups, pairs)
+        take(self, groups, *rest)
         used = {buffer.data_ptr() for group in self.groups for buffer in group._buffers}
         freed.extend(buffer.fill_(float("nan")) for buffer in old if buffer.data_ptr() not in used)
         for group in self.groups:
@@ -282,6 +283,91 @@ def test_another_mode_or_mask_than_it_forgot_in_is_refused(pico_fox):
         mask[0, 98] = 0
         with pytest.raises(ValueError, match=r"takes left padding and no other mask: .*cache_implementation"):
             model(ids[:, 100:], attention_mask=mask, **{CACHE: cache})
+
+
+def test_another_padding_or_batch_or_model_than_it_forgot_is_refused(pico_fox, pico_llama):
+    model, ids, mask, cache = pico_fox(**SPEC), ids_of(3, 200), mask_of(3, 200), ForgettingCache()
+    logits(model, ids, mask, cache, (200,))
+    wider = mask.clone()
+    wider[:, :190] = 0
+    for other in (wider, torch.ones_like(mask)):
+        with pytest.raises(ValueError, match="hides other tokens on the left than when this cache forgot"):
+            model(ids[:, :1], attention_mask=torch.nn.functional.pad(other, (0, 1), value=1), **{CACHE: cache})
+    with pytest.raises(ValueError, match="4 rows don't fit a cache of 3"):
+        model(ids_of(4, 1), **{CACHE: cache})
+    for held in (cache, ForgettingCache()):
+        with pytest.raises(ValueError, match="forget gates of a converted model"):
+            pico_llama()(ids[:, :1], **{CACHE: held})
+
+
+def test_a_copy_goes_on_by_itself(pico_fox):
+    model, ids, mask, cache = pico_fox(**SPEC), ids_of(3, 300), mask_of(3, 300), ForgettingCache()
+    wanted = logits(model, ids, mask, DynamicCache(config=model.config), (300,))[:, 200:]
+    logits(model, ids[:, :200], mask[:, :200], cache, (200,))
+    other = copy.deepcopy(cache)
+    for held in (cache, other):
+        given = {"position_ids": (mask.cumsum(1) - 1)[:, 200:], CACHE: held}
+        with torch.no_grad():
+            found = model(ids[:, 200:], attention_mask=mask, **given).logits
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def interrupted(call: Any, line: int) -> int:
+    """Runs `call` up to a line of retrofox.acceleration, as if Ctrl-C came there; returns how many lines it ran."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if event == "line" and "acceleration" in frame.f_code.co_filename:
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize(("begin", "end"), [(0, 120), (100, 135), (100, 101)])
+def test_ctrl_c_anywhere_in_a_call_leaves_a_cache_that_goes_on_or_a_clear_error(pico_fox, forgets, begin, end):
+    model, ids, mask = pico_fox(**SPEC), ids_of(2, 160), mask_of(2, 160)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    wanted = logits(model, ids, mask, DynamicCache(config=model.config), (160,))
+    whole: Any = ForgettingCache() if forgets else DynamicCache(config=model.config)
+    if begin:
+        logits(model, ids[:, :begin], mask[:, :begin], whole, (80, 20))
+
+    @torch.no_grad()
+    def read(cache: Any, first: int, last: int) -> torch.Tensor:
+        given = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:last], CACHE: cache}
+        return model(ids[:, first:last], **given).logits
+
+    went_on = failed = 0
+    for line in range(1, 1 + interrupted(lambda: read(copy.deepcopy(whole), begin, end), 0), 5):
+        cache = copy.deepcopy(whole)
+        interrupted(lambda cache=cache: read(cache, begin, end), line)
+        first = cache.get_seq_length()
+        try:
+            found = read(cache, first, 160)
+        except ValueError as error:
+            if "interrupted" not in str(error):
+                raise
+            failed += 1
+        else:
+            real = mask[:, first:].bool()
+            torch.testing.assert_close(found[real], wanted[:, first:][real], atol=1e-4, rtol=1e-4)
+            went_on += 1
+    assert went_on > 10
+    assert not (forgets and end - begin == 1 and failed)  # within a page nothing is lost
 
 
 def test_what_is_freed_is_decided_in_the_precision_of_the_sums():
