@@ -97,7 +97,8 @@ def test_a_turn_that_ran_out_of_memory_leaves_a_session_that_goes_on(opened, mon
     with pytest.raises(torch.OutOfMemoryError):
         session.reply("the fox forgets the gate, the gate", 6)
     assert len(session.messages) == 2
-    assert session.reply("the fox forgets another gate", 6) == fresh(opened, "the fox forgets another gate", 6)
+    for other in ("the fox forgets the gate, the gate and so on", "the fox forgets another gate"):
+        assert session.reply(other, 6) == fresh(opened, other, 6)
     assert session.messages[1]["content"] == answer
 
 
