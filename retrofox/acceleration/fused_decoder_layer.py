@@ -125,8 +125,9 @@ def fused_layers(model: Any) -> Iterator[int]:
                 module.forward = for_this_thread(module, forward)
             yield len(changed)
         finally:
+            take_out: Any = dict.pop
             # by functions in C alone, between which Ctrl-C can't come
-            list(map(dict.pop, map(vars, changed), itertools.repeat("forward"), itertools.repeat(None)))
+            list(map(take_out, map(vars, changed), itertools.repeat("forward"), itertools.repeat(None)))
 
 
 def _is_silu(activation: Any) -> bool:
