@@ -133,7 +133,9 @@ def inspect(
             head["needle_attention"] = None if scores is None else scores[head["layer"]][head["head"]]
         text = max((window.token_ids for window in windows), key=len)
         for row in live["lengths"]:
-            row["measured_decode_ms"] = decoding_ms(opened, text[: row["length"]].tolist())
+            read = text[: row["length"]].tolist()
+            with reading_bar(opened.model, "decoding", len(read), progress):
+                row["measured_decode_ms"] = decoding_ms(opened, read)
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
