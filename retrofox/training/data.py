@@ -56,18 +56,24 @@ class StageData:
             generator=torch.Generator().manual_seed(self.recipe.seed),
         )
 
+    def eval_windows(self) -> tuple[list[int], int]:
+        """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens, and the largest share."""
+        if self.held_out is None:
+            return [], 0
+        world, rank = self.readers, self.reader
+        wanted = min(len(self.held_out), max(1, self.recipe.log.eval_tokens // self.stage.sequence_length))
+        windows = np.linspace(0, len(self.held_out) - 1, wanted).round().astype(int)
+        return windows[rank::world].tolist(), -(-wanted // world)
+
     def eval_batches(self) -> Iterator[dict[str, Any]]:
-        """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens; as many on each.
+        """Batches of `eval_windows`, as many on each process.
 
         Where they don't divide among the processes, those with one less take any window without its targets: all score
         the same windows together, whatever their number, and sharded models run as many passes on each.
         """
         if self.held_out is None:
             return
-        world, rank = self.readers, self.reader
-        wanted = min(len(self.held_out), max(1, self.recipe.log.eval_tokens // self.stage.sequence_length))
-        windows = np.linspace(0, len(self.held_out) - 1, wanted).round().astype(int)
-        mine, each = windows[rank::world].tolist(), -(-wanted // world)
+        mine, each = self.eval_windows()
         for start in range(0, each, self.stage.micro_batch):
             rows = [self.held_out[i] for i in mine[start : start + self.stage.micro_batch]]
             if len(mine) < each <= start + self.stage.micro_batch:

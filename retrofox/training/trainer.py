@@ -22,6 +22,7 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import BudgetedStage, Stage
 from retrofox.loading.adapter import WEIGHTS
 from retrofox.parallel.shards import Shards
+from retrofox.support.report import progress_bar
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
@@ -274,10 +275,13 @@ class FoxTrainer(Trainer):
         self.objective = Extend(self.model, Stage.model_construct(cross_entropy="chunked"), self.args.device)
         model.eval()
         try:
-            for batch in self.data.eval_batches():
-                with torch.no_grad(), self.accelerator.autocast():
-                    loss, _ = model(**self._prepare_inputs(batch))
-                sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
+            with progress_bar("rows", self.is_world_process_zero()) as bar:
+                task = bar.add_task("held-out loss", total=self.data.eval_windows()[1])
+                for batch in self.data.eval_batches():
+                    with torch.no_grad(), self.accelerator.autocast():
+                        loss, _ = model(**self._prepare_inputs(batch))
+                    sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
+                    bar.advance(task, self.data.stage.micro_batch)
         finally:
             self.objective = objective
             model.train()
