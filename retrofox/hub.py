@@ -47,7 +47,6 @@ def push(
     repo: str,
     *,
     private: bool = False,
-    message: str | None = None,
     dry_run: bool = False,
     base: str | None = None,
 ) -> dict[str, Any]:
@@ -90,8 +89,7 @@ def push(
     found["licence"] = licence_in(text) or "none found here: add `license:` to README.md's metadata"
     if dry_run:
         return found
-    title = message or f"Upload {directory.absolute().name} with retrofox"
-    return found | {"commit": publish(repo, contents, private, title)}
+    return found | {"commit": publish(repo, contents, private, f"Upload {directory.absolute().name} with retrofox")}
 
 
 def _contents(directory: Path) -> dict[str, bytes | Path]:

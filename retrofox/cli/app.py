@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -30,6 +30,8 @@ app = typer.Typer(
     "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )
+SEVERAL = ("--data", "--against", "--texts", "--mode")
+"""Options that may be repeated."""
 app.add_typer(recipes.config_app, name="config")
 app.add_typer(recipes.app, name="recipes")
 
@@ -88,28 +90,12 @@ app.command(name="verify-serving")(use.verify_serving)
 def spread(arguments: list[str]) -> list[str]:
     """Lets `--data a b c` stand for `--data a --data b --data c`, since a shell turns `--data *.txt` into the former.
 
-    Applies to every option that may be repeated, once the command has all its positional arguments.
+    Whatever follows a value of an option in SEVERAL, up to the next option, is one more value of it.
     """
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    if not arguments or arguments[0] not in commands:
-        return arguments
-    parameters = commands[arguments[0]].params
-    options = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
-    wanted = sum(p.param_type_name == "argument" and p.nargs == 1 for p in parameters)
-    result = arguments[:1]
-    repeated, values = "", 0  # the repeatable option that was named last; values that the last option still takes
-    for argument in arguments[1:]:
-        name, given, _ = argument.partition("=")
-        if values:
-            values -= 1
-        elif argument.startswith("-"):
-            option = options.get(name)
-            values = 0 if option is None or option.is_flag or given else option.nargs
-            repeated = name if option is not None and option.multiple else ""
-        elif repeated and not wanted:
-            result.append(repeated)
-        else:
-            repeated, wanted = "", wanted - 1
+    result: list[str] = []
+    for argument in arguments:
+        if not argument.startswith("-") and result[-2:-1] and result[-2] in SEVERAL:
+            result.append(result[-2])
         result.append(argument)
     return result
 

@@ -97,7 +97,6 @@ def push(
     private: Annotated[
         bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
     ] = False,
-    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
     base: Annotated[
         str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
@@ -106,7 +105,7 @@ def push(
     """Uploads a converted model, or an adapter, to the Hub in one commit, after checking that it is complete."""
     from retrofox.hub import push as run
 
-    found = run(directory, repo, private=private, message=message, dry_run=dry_run, base=base)
+    found = run(directory, repo, private=private, dry_run=dry_run, base=base)
     print(json.dumps(found, indent=2))
 
 

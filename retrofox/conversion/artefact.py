@@ -150,11 +150,6 @@ def _save(place: ModelSource, plan: Plan, partial: Path, values: dict[str, torch
     """Saves the converted form of a live model, or of one that must be loaded; returns where it came from."""
     if isinstance(place, PreTrainedModel):
         base, tokenizer, how = place, tokenizer_of_live(place), "saved from memory"
-        if any(parameter.is_meta for parameter in base.parameters()):
-            raise ValueError(
-                f"this {type(base).__name__} holds no weights (they are on the meta device, or offloaded): load it "
-                "whole, or convert the directory that it came from"
-            )
     else:
         base, tokenizer = load_base(place)
         how = "dequantised from GGUF" if str(place).endswith(".gguf") else "converted from .bin"

@@ -11,7 +11,7 @@ from retrofox.anatomy import causal_lm, is_new_tensor
 from retrofox.loading.adapter import base_of, with_adapter
 from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.converted import load
-from retrofox.loading.source import check_adapter, read_config
+from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
@@ -40,7 +40,6 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 
 
 def _merge(adapter: Path, out: Path) -> dict[str, Any]:
-    check_adapter(adapter)
     refuse_existing(out)
     base = base_of(adapter)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))

@@ -141,12 +141,6 @@ def refuse_adapter(source: str | Path) -> None:
         )
 
 
-def check_adapter(directory: Path) -> None:
-    """Raises FileNotFoundError where a directory is no adapter's."""
-    if not (directory / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no adapter_config.json: give the directory of a LoRA adapter")
-
-
 def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
     """(local directory, commit) of a directory or a Hub id, downloading the files that a conversion reads.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
@@ -216,25 +217,13 @@ def test_tasks_may_have_spaces_between(run, monkeypatch):
 
 
 def test_options_that_take_files_take_several():
-    spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
-    assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
-    ahead = "--half-life 1 2 --json S --rope=drop O --texts=a"
-    assert cli.spread(["convert", *ahead.split(), "b", "--json"]) == [
-        *("convert", *ahead.split()),
-        *("--texts", "b", "--json"),
-    ]
-    for untouched in (
-        "eval --data a MODEL",
-        "eval --data a MODEL b",
-        "eval MODEL --length 7 b",
-        "eval MODEL --controls b",
-        "convert S O --half-life 1 2",
-        "generate MODEL a b",
-        "config show R a=1",
-        "bogus --data a b",
-        "",
-    ):
+    spread = cli.spread(["eval", "M", "--data", "a", "b", "c", "--length", "7"])
+    assert spread == ["eval", "M", "--data", "a", "--data", "b", "--data", "c", "--length", "7"]
+    for untouched in ("eval --data a --length 7 MODEL", "generate MODEL a b", "convert S O --half-life 1 2", "--data"):
         assert cli.spread([*untouched.split()]) == untouched.split()
+    commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
+    options = [option for command in commands for option in command.params if getattr(option, "multiple", False)]
+    assert {name for option in options for name in option.opts} == set(cli.SEVERAL)
 
 
 def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error():

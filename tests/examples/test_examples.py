@@ -17,7 +17,7 @@ import retrofox
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPTS = (
-    *("convert_live_model", "attention_in_your_layer", "train_on_your_files", "lora_and_merge", "inspect_gates"),
+    *("convert_live_model", "attention_in_your_layer", "train_on_your_files", "lora_and_merge"),
     *("sft_with_trl", "dpo_with_trl", "grpo_with_trl"),
 )
 # peft 0.21 and TRL 1.16 use names that transformers 5.23 deprecates
@@ -119,17 +119,6 @@ def test_lora_is_trained_and_merged(pico_fox_checkpoint, text, tmp_path, command
     for name in ("q_proj.weight", "forget_gate.bias"):
         key = f"model.layers.0.self_attn.{name}"
         assert not torch.equal(start.get_parameter(key), merged.get_parameter(key)), name
-
-
-def test_gates_are_read_over_a_text(pico_fox_checkpoint, text, capsys):
-    script("inspect_gates").main(["--model", str(pico_fox_checkpoint), "--text", str(text), "--tokens", "64"])
-    lines = capsys.readouterr().out.splitlines()
-    heads = [line.split(": ")[1].split() for line in lines if "forget_gate: " in line]
-    assert [len(values) for values in heads] == [4, 4]
-    assert all(float(value) > 0 for values in heads for value in values)
-    nats = [float(line.split()[2]) for line in lines if line.startswith("  position")]
-    assert len(nats) == 10
-    assert nats == sorted(nats, reverse=True)
 
 
 @pytest.fixture
