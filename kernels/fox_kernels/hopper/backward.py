@@ -10,7 +10,6 @@ from ..common.groups import Gates, Strides
 from ..common.horizon import found_edges
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
-from ..triton.backward import launch_backward as plain_backward
 from .forward import (
     Blocks,
     Launch,
@@ -47,7 +46,13 @@ BOUND = 64  # queries per value of that search
 # q, do and dq no longer come from the L2 cache. Not with bounds of any kind, which make walks unequal (kernels/LOG.md)
 LONG = 1 << 17  # keys; twice as many where no more than four heads walk anyway
 LONG_HEADS = 4
-CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
+TO_128 = Cut(64, 2, 1, 8, 2, 240, 32)
+CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 80: TO_128, 96: TO_128, 128: TO_128}
+
+
+def width_of(D: int) -> int:
+    """How many columns the kernels compute with: those behind the head dim are zeros that TMA fills in."""
+    return 1 << (D - 1).bit_length()
 
 
 def heads_together(bytes_per_head: int, ordered: bool) -> int:
@@ -67,7 +72,8 @@ class BackwardCut(NamedTuple):
 
     HAS_START: int  # `edge_kind`
     SINK: int
-    D: int
+    D: int  # columns, of which the head dim has DH: `width_of`
+    DH: int
     BM: int
     NB: int
     NKV: int
@@ -124,13 +130,15 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     from .backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    width = width_of(D)
     sink, num_n, tiles, found = options.sink, -(-S // KEYS), -(-T // cut.queries), -(-T // BOUND)
     rows = tiles * cut.queries
     given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
     blocks = [
-        blocks_of(q, cut.queries, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, cut.queries, D),
-        Blocks(q, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
-        blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
+        blocks_of(q, cut.queries, width), blocks_of(k, 64, width), blocks_of(v, 64, width),
+        blocks_of(do, cut.queries, width),
+        Blocks(q, [B * H * rows, width], [width, 1], [64, width // 2 if cut.queries == 64 else width]),
+        blocks_of(k, 64, width, True), blocks_of(v, 64, width, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
     long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not started
@@ -138,7 +146,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0
     first = begins_at_the_first_key(q, k, started > 0)
     constants = BackwardCut(
-        HAS_START=started, SINK=sink, D=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,
+        HAS_START=started, SINK=sink, D=width, DH=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,
         DETERMINISTIC=deterministic, REGISTERS=cut.registers, COPIER_REGISTERS=cut.copier_registers,
         GENERATIONS=cut.generations, BIAS_BY_MMA=bias_by_mma,
         PER_ROUND=processors(q.device) if long else 0,
@@ -149,13 +157,13 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     ranges = {"SIZE": 1 << (found - 1).bit_length(), "PER": cut.queries // BOUND, "BOUND": BOUND, "BN": KEYS}
     return BackwardPlan(
         Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges | {"PART": SEARCHED}),
-        Launch(prepare_kernel, steps, {"D": D, "BM": 64, "ZERO": zero}),
+        Launch(prepare_kernel, steps, {"D": D, "WIDTH": width, "BM": 64, "ZERO": zero}),
         Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), {"CUT": constants}, blocks),
-        Launch(finish_kernel, steps, {"D": D, "BM": 64}),
+        Launch(finish_kernel, steps, {"D": D, "WIDTH": width, "BM": 64}),
         first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
         (num_n, tiles, rows),
-        LONG_HEADS if long else heads_together(8 * T * D * (H // Hkv), deterministic),
+        LONG_HEADS if long else heads_together(8 * T * width * (H // Hkv), deterministic),
     )
 
 
@@ -166,8 +174,8 @@ def launch_backward(
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
-    the float32 dq is summed in key order, bit for bit the same in every run. Head dims 80 and 96 run the plain Triton
-    backward. Raises ValueError for what `hopper.forward.unsupported` names.
+    the float32 dq is summed in key order, bit for bit the same in every run. Raises ValueError for what
+    `hopper.forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, window, sink, softcap, horizon = options
@@ -184,8 +192,6 @@ def launch_backward(
         reason = unsupported(q, k, v, options)
         if reason is not None:
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
-        if D not in CUTS:
-            return plain_backward(do, dlse2, q, k, v, saved, options, documents._replace(edges=None))
         plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
@@ -193,7 +199,7 @@ def launch_backward(
     device = q.device
     dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v)]
     dc = torch.empty(B, H, S, dtype=torch.float32, device=device)
-    sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
+    sums = torch.empty(B * H * rows, width_of(D), dtype=torch.float32, device=device)
     delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
     ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges

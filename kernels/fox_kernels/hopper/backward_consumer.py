@@ -50,6 +50,17 @@ def _await(barrier):
 
 
 @gluon.jit
+def _over_channels(a, b, zero, D: gl.constexpr, DH: gl.constexpr):
+    """Begin a b^T over the head dim's DH columns; those behind it are zeros."""
+    if DH == D:
+        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        first, second = b.slice(0, 64, dim=1), b.slice(64, DH - 64, dim=1)
+        out = warpgroup_mma(a.slice(0, 64, dim=1), first.permute((1, 0)), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(a.slice(64, DH - 64, dim=1), second.permute((1, 0)), out, is_async=True)
+
+
+@gluon.jit
 def _share_of_dq(w: gl.constexpr, ds_s, kv_s, place, kv, zero_q, D: gl.constexpr, BM: gl.constexpr):
     """Begin dq over all 128 keys, with 64 queries half of its columns, with 128 half of its rows.
 
@@ -143,7 +154,11 @@ def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, gr
         if lost is not None and w == 0:
             row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
             if n == 0:  # the rounding error of the first rows' weights
-                dv = gl.load(lost + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
+                column = gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :]
+                if CUT.DH == D:
+                    dv = gl.load(lost + row[:, None] * D + column)
+                else:
+                    dv = gl.load(lost + row[:, None] * CUT.DH + column, mask=column < CUT.DH, other=0.0)
         mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
         for _c in range(chunks):
             slot = chunk & 1
@@ -162,12 +177,12 @@ def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, gr
                 do = smem.qdo.index(NB + s).reshape([BM, D])
                 if DEFERRED and w == 1:
                     _await(BEHIND + it % 2)
-                st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                st = _over_channels(k, q, zero, D, CUT.DH)
                 step = scalar(smem.step.index(s))
                 if BIAS_BY_MMA:  # the gates' and lse's part of the scores; zeros where it is added exactly
                     parts = gl.where((step & 1) > 0, NO_BIAS, slot * 2 + w)
                     st = warpgroup_mma(smem.kb.index(parts), smem.qb.index(s).permute((1, 0)), st, is_async=True)
-                dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                dpt = _over_channels(v, do, zero, D, CUT.DH)
                 if BIAS_BY_MMA:  # less delta
                     ones = smem.kb.index(DELTA_ONLY + z)
                     dpt = warpgroup_mma(ones, smem.qb.index(s).permute((1, 0)), dpt, is_async=True)
@@ -175,7 +190,7 @@ def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, gr
                 if HEADS > 1:
                     head += (step >> 1) & 15
                 place = ((slot * HEADS + head) * 2 + w) * 2
-                st = warpgroup_mma_wait(2 if BIAS_BY_MMA else 1, deps=(st,))
+                st = warpgroup_mma_wait(2 if BIAS_BY_MMA or CUT.DH < D else 1, deps=(st,))
                 keys = n * 128 + w * 64 + gl.arange(0, 64, layout=KEY)
                 pt = _weights(st, step, keys, smem.key.index(place), smem.key.index(place + 1), smem.row.index(s),
                               smem.row.index(NB + s), smem.row.index(3 * NB + s), smem.live.index(slot * 2 + w),

@@ -9,7 +9,7 @@ from ..common.blocks import LOG2E
 @triton.jit(do_not_specialize=["T", "H", "rows", "tickets"])
 def prepare_kernel(
     o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, of_o, of_do, of_dlse2,
-    T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
+    T, H, rows, tickets, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, both
     counters behind them and, with ZERO, dq. of_o, of_do, of_dlse2: strides."""
@@ -18,17 +18,20 @@ def prepare_kernel(
     bh = (index // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     offs_m = (index % tiles) * BM + tl.arange(0, BM)
-    offs_d = tl.arange(0, D)
+    offs_d = tl.arange(0, WIDTH)
     inside = offs_m < T
     row = offs_m.to(tl.int64)[:, None]
     o_rows = o_ptr + b * of_o.batch + h * of_o.head + row * of_o.token
     do_rows = do_ptr + b * of_do.batch + h * of_do.head + row * of_do.token
-    o = tl.load(o_rows + offs_d[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_rows + offs_d[None, :], mask=inside[:, None], other=0.0)
+    real = inside[:, None]
+    if D < WIDTH:
+        real = real & (offs_d < D)[None, :]
+    o = tl.load(o_rows + offs_d[None, :], mask=real, other=0.0)
+    do = tl.load(do_rows + offs_d[None, :], mask=real, other=0.0)
     o = o.to(tl.float32)
     if residual_ptr is not None:  # contiguous, like o
         rest = residual_ptr + ((b * T + row) * H + h) * D + offs_d[None, :]
-        o += tl.load(rest, mask=inside[:, None], other=0.0).to(tl.float32)
+        o += tl.load(rest, mask=real, other=0.0).to(tl.float32)
     delta = tl.sum(o * do.to(tl.float32), 1)
     if dlse2_ptr is not None:
         dlse2_row = dlse2_ptr + b * of_dlse2.batch + h * of_dlse2.head
@@ -37,7 +40,7 @@ def prepare_kernel(
     tl.store(delta_ptr + bh * rows + offs_m, delta)
     tl.store(row_sum_ptr + bh * rows + offs_m, tl.zeros([BM], tl.float32))
     if ZERO:
-        tl.store(dq_ptr + (bh * rows + row) * D + offs_d[None, :], tl.zeros([BM, D], tl.float32))
+        tl.store(dq_ptr + (bh * rows + row) * WIDTH + offs_d[None, :], tl.zeros([BM, WIDTH], tl.float32))
     if tl.program_id(0) < tickets:
         tl.store(ticket_ptr + tl.program_id(0), 0)
     if tl.program_id(0) == 0:
@@ -47,24 +50,28 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "H", "rows"])
 def finish_kernel(
-    sum_ptr, dq_ptr, row_sum_ptr, dc_ptr, strides, scale, T, S, H, rows, D: tl.constexpr, BM: tl.constexpr
-):
+    sum_ptr, dq_ptr, row_sum_ptr, dc_ptr, strides, scale, T, S, H, rows, D: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
     """dq = scale * its float32 sums, rounded; dc_i += dS's row sum."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
     bh = (index // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     offs_m = (index % tiles) * BM + tl.arange(0, BM)
-    offs_d = tl.arange(0, D)
+    offs_d = tl.arange(0, WIDTH)
     inside = offs_m < T
     row = offs_m.to(tl.int64)[:, None]
-    dq = tl.load(sum_ptr + (bh * rows + row) * D + offs_d[None, :]) * scale
+    dq = tl.load(sum_ptr + (bh * rows + row) * WIDTH + offs_d[None, :]) * scale
     # 64 x 64 as the consumers' threads had it: warps, blocks of 8 columns, rows as 2 x 4 (the halves of the columns lie
     # between), 4 pairs of columns, rows 8 apart, the pair
-    dq = tl.permute(tl.reshape(dq, [4, 8, 2, D // 64, 4, 4, 2, 2]), 0, 6, 2, 4, 3, 1, 5, 7)
-    dq = tl.reshape(dq, [64, D])
+    dq = tl.permute(tl.reshape(dq, [4, 8, 2, WIDTH // 64, 4, 4, 2, 2]), 0, 6, 2, 4, 3, 1, 5, 7)
+    dq = tl.reshape(dq, [64, WIDTH])
     dq_rows = dq_ptr + b * strides.batch + h * strides.head + row * strides.token
-    tl.store(dq_rows + offs_d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    real = inside[:, None]
+    if D < WIDTH:
+        real = real & (offs_d < D)[None, :]
+    tl.store(dq_rows + offs_d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=real)
     dc = dc_ptr + bh * S + (S - T) + offs_m
     tl.store(dc, tl.load(dc, mask=inside, other=0.0) + tl.load(row_sum_ptr + bh * rows + offs_m), mask=inside)
 
