@@ -8,6 +8,7 @@ import torch
 from cases import LAYOUTS, Case, draw, failures, gates
 from fox_kernels import forgetting_attention, reference
 from fox_kernels.common import cumsum
+from fox_kernels.hopper import backward as hopper_backward
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import launch_backward
 from fox_kernels.hopper.forward import launch_forward
@@ -113,6 +114,15 @@ def test_error_at_most_twice_eager(case, backend):
     """Of outputs written to poisoned memory, the same bit for bit in two runs."""
     torch.manual_seed(0)
     assert failures(case, "cuda", backend) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("case", [case for case in (*proof_list(), *horizons()) if case.Hkv < case.H], ids=Case.name)
+def test_groups_whose_heads_walk_together(case, monkeypatch):
+    """As groups of more tokens do."""
+    monkeypatch.setattr(hopper_backward, "WALKS", 0)
+    torch.manual_seed(0)
+    assert failures(case, "cuda", "auto") == []
 
 
 def gate_error(T: int, mean: float, D: int, backend: str, dtype=BF16) -> float:

@@ -1,8 +1,10 @@
 """The Hopper kernels without a GPU: compiled for sm_90 (spills, serialised products); their launcher's decisions."""
 
+import contextlib
 import itertools
 import re
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,20 @@ from fox_kernels.options import Documents, Options, Saved
 VERSION = triton_version()
 KNOWN = VERSION in hopper_forward.RUN_WITH
 needs_gluon = pytest.mark.skipif(not KNOWN, reason="what Gluon calls otherwise in this Triton is not known")
+
+
+@contextlib.contextmanager
+def without_gpu(note: Callable, edges: torch.Tensor | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Let `note(launch, *copied, **named)` stand in for a launch, on a GPU of 132 multiprocessors."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (hopper_forward, hopper_backward):
+            patch.setattr(module, "unsupported", lambda *_: None)
+            patch.setattr(module, "found_edges", lambda *_, **__: Documents(edges=edges))
+            patch.setattr(module, "_plans", {})
+            patch.setattr(module, "processors", lambda device: 132)
+        patch.setattr(hopper_backward, "lost_to_rounding", lambda q, *_: q.float())
+        patch.setattr(hopper_forward.Launch, "__call__", note)
+        yield patch
 
 
 def launches(
@@ -51,16 +67,10 @@ def launches(
     options = Options(0.125, sink=sink, horizon=8.0 if started == 2 else None)
     documents = Documents(seq_start=torch.zeros(1, dtype=torch.int32) if started == 1 else None)
     edges = torch.zeros(2, *((1, group, S) if started == 2 else (1, S)), dtype=torch.int32) if started else None
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_forward, hopper_backward):
-            patch.setattr(module, "unsupported", lambda *_: None)
-            patch.setattr(module, "found_edges", lambda *_, **__: Documents(edges=edges))
-            patch.setattr(module, "_plans", {})
-            patch.setattr(module, "processors", lambda device: 132)
-        patch.setattr(hopper_backward, "lost_to_rounding", lambda *_: c)
+    with without_gpu(note, edges) as patch:
+        patch.setattr(hopper_backward, "WALKS", 0)
         if rounds:
             patch.setattr(hopper_backward, "LONG", T // 2)
-        patch.setattr(hopper_forward.Launch, "__call__", note)
         lost = torch.empty_like(q) if residual else None
         o, lse2 = hopper_forward.launch_forward(q, k, k, c, c, options, documents, residual=lost)
         saved = Saved(o, lse2, c, c, lost)
@@ -119,6 +129,27 @@ def test_a_horizon_has_its_walks_searched(D):
     backward = ["prepare_kernel", "fox_backward", "finish_kernel"]
     assert [*launches(D)] == ["fox_forward", *backward]
     assert [*launches(D, started=2)] == ["fox_forward", "query_ranges_kernel", *backward]
+
+
+@needs_gluon
+@pytest.mark.parametrize(("T", "together"), [(8448, 2), (8320, 1)])
+def test_heads_of_a_group_walk_apart_below_two_key_tiles_a_multiprocessor(T, together):
+    """Gradients of k and v are then the sums over their query heads: here, each head's are k and v."""
+    heads = []
+
+    def note(launch, *copied, **named):
+        if launch.kernel.fn.__name__ == "fox_backward":
+            _, k, v, _, _, dk, dv = copied
+            heads.append(launch.constants[0].HEADS)
+            dk.copy_(k)
+            dv.copy_(v)
+
+    q, k, v, c = torch.zeros(2, T, 4, 64), torch.randn(2, T, 2, 64), torch.randn(2, T, 2, 64), torch.zeros(2, 4, T)
+    with without_gpu(note):
+        found = hopper_backward.launch_backward(q, None, q, k, v, Saved(q, c, c, c, None), Options(0.125))
+    assert heads == [together]
+    for gradient, x in zip(found[1:3], (k, v), strict=True):
+        assert torch.equal(gradient, x if together == 2 else 2 * x)
 
 
 def in_interpreter() -> str:

@@ -49,6 +49,10 @@ LONG_HEADS = 4
 TO_128 = Cut(64, 2, 1, 8, 2, 240, 32)
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 80: TO_128, 96: TO_128, 128: TO_128}
 
+# With fewer key tiles a multiprocessor, a group's query heads walk apart. Walks are on average half as long as the
+# longest, through all queries of all heads of a group, which then takes more than a multiprocessor's share of the work
+WALKS = 2
+
 
 def width_of(D: int) -> int:
     """How many columns the kernels compute with: those behind the head dim are zeros that TMA fills in."""
@@ -180,6 +184,10 @@ def launch_backward(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, window, sink, softcap, horizon = options
     o, lse2, c_hi, c_lo, residual = saved
+    if Hkv < H and B * Hkv * -(-S // KEYS) < WALKS * processors(q.device):
+        k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
+        dq, dk, dv, dc = launch_backward(do, dlse2, q, k, v, saved, options, documents, deterministic=deterministic)
+        return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv)), dc
     started = edge_kind(options, documents)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
