@@ -78,7 +78,7 @@ def _scaled(
         return result
     given = {key: value for key, value in scaling.items() if value is not None}
     if given["rope_type"] in ("yarn", "llama3"):
-        given.setdefault(ORIGINAL, length)
+        given.setdefault(ORIGINAL, values.get(ORIGINAL, length))
     result.update(given)
     already = values.get("rope_type", "default")
     if already != "default" and result != values:

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from retrofox.loading.base import load_base
-from retrofox.loading.rope_scaling import set_rope
+from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.fixture
@@ -28,6 +29,10 @@ def control(make_recipe):
     ("keys", "config"),
     [
         ({"rope_scaling": YARN}, {"rope_parameters": {**YARN, "original_max_position_embeddings": 128}}),
+        (
+            {"rope_scaling": LLAMA3},
+            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 128}, "max_position_embeddings": 512},
+        ),
         ({"rope_theta": 500_000}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
     ],
 )
@@ -36,6 +41,7 @@ def test_a_trained_control_loads_with_its_rope_in_plain_transformers(control, pi
     written = json.loads((Path(result["model"]) / "config.json").read_text())["rope_parameters"]
     assert written == {"rope_theta": 10_000.0, **config["rope_parameters"]}
     model = AutoModelForCausalLM.from_pretrained(result["model"]).eval()
+    assert not set_rope_config(model.config, keys.get("rope_scaling"), keys.get("rope_theta"))  # it has that already
     by_hand = pico_llama(**config).eval()
     by_hand.load_state_dict(model.state_dict())
     plain = pico_llama().eval()
