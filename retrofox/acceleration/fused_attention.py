@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.acceleration import fused_projections as fused
+from retrofox.acceleration.installed_kernels import gate_rows, takes_rows
 
 
 def with_copies(make: Callable[[type], Any]) -> Callable[[type], Any]:
@@ -23,12 +24,12 @@ def with_copies(make: Callable[[type], Any]) -> Callable[[type], Any]:
 
 
 def run(code: Any) -> Callable[..., Any]:
-    """`FoxMixin.run` with a fused rotary embedding and, in training, fused projections."""
+    """`FoxMixin.run` with a fused rotary embedding; in training, and in a step of fixed buffers, fused projections."""
 
     def run(self: Any, x: torch.Tensor, cos_sin: Any, mask: Any, cache: Any, hidden_tokens: Any, kwargs: Any) -> Any:
         native = self.copies
         forward, edited = _rotary(self, native, cos_sin, kwargs.get("position_ids"), x)
-        projections = _projections(self, native, forward, x, edited)
+        projections = _projections(self, native, forward, x, edited, None if hidden_tokens is not None else cache)
         log_f = self.log_f(x) if projections is None else projections.log_f
         if hidden_tokens is not None:
             log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
@@ -72,14 +73,16 @@ def leading(
     return cos[..., :pairs], sin[..., :pairs]
 
 
-def _projections(module: Any, native: Any, forward: Any, x: torch.Tensor, cos_sin: Any) -> Any:
+def _projections(module: Any, native: Any, forward: Any, x: torch.Tensor, cos_sin: Any, cache: Any) -> Any:
     """Queries, keys, values and gates made together by one function, where this layer is plain enough."""
     rotates = forward is native.fused
-    if not (rotates or forward is native.unrotated) or not (native.plain and fused.enterable(module, x)):
+    if not (rotates or forward is native.unrotated) or not native.plain:
         return None
     if not rotates:
         cos_sin = (x.new_empty(1, x.shape[1], 0),) * 2
-    return fused.Projections(module, x, *cos_sin)
+    if fused.enterable(module, x):
+        return fused.entered(module, x, *cos_sin)
+    return fused.appended(module, x, cos_sin, cache)
 
 
 def finish(slow: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -119,7 +122,8 @@ def gate(slow: Forward) -> Forward:
     def log_f(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.weight is None or not fused.available(hidden_states):
             return slow(self, hidden_states)
-        return fused.gate(hidden_states, self.weight.float(), self.bias.float())
+        weight, bias = self.weight.float(), self.bias.float()
+        return (gate_rows if takes_rows(hidden_states) else fused.gate)(hidden_states, weight, bias)
 
     return log_f
 

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from retrofox.acceleration.fused_projections import shipped, untouched
 from retrofox.acceleration.growing_cache import CACHE
-from retrofox.acceleration.installed_kernels import add_norm, gate_rows, silu_mul, takes_rows
+from retrofox.acceleration.installed_kernels import add_norm, silu_mul, takes_rows
 
 
 def written_like(module: nn.Module, plain: type) -> bool:
@@ -81,12 +81,6 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     return type(module).forward(module, x)
 
 
-def _gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    if module.weight is None or module.record or not takes_rows(x):
-        return type(module).forward(module, x)
-    return gate_rows(x, module.weight, module.bias)
-
-
 def gated_mlp(module: Any) -> Any:
     """The forward of a Llama MLP with SiLU and product in one kernel."""
 
@@ -134,12 +128,6 @@ def _is_silu(activation: Any) -> bool:
     return type(activation) in (nn.SiLU, SiLUActivation) and untouched(activation) and shipped(type(activation).forward)
 
 
-def _is_gate(module: Any) -> bool:
-    """Whether a module is a forget gate whose forward is the one of a modeling_fox.py."""
-    kind = type(module)
-    return kind.__name__ == "ForgetGate" and kind.forward.__module__ == kind.__module__ and untouched(module)
-
-
 def _fused_forwards(model: Any) -> dict[Any, Any]:
     """Module -> its forward with fewer launches."""
     decoder = model.get_decoder()
@@ -158,9 +146,6 @@ def _fused_forwards(model: Any) -> dict[Any, Any]:
         alone = [x for layer in layers for x in layer.self_attn.modules()]
     else:
         alone = list(decoder.modules())
-    for module in decoder.modules():
-        if _is_gate(module):
-            changed[module] = functools.partial(_gate, module)
     for module in alone:
         if written_like(module, modeling_llama.LlamaRMSNorm):
             changed[module] = functools.partial(_norm, module)

@@ -15,7 +15,17 @@ import torch
 import transformers
 from torch import nn
 
-from retrofox.acceleration.installed_kernels import available, entry, gate, head_norm, rotary, shift
+from retrofox.acceleration.installed_kernels import (
+    append_step,
+    appends_step,
+    available,
+    entry,
+    gate,
+    head_norm,
+    rotary,
+    shift,
+)
+from retrofox.acceleration.static_cache import FixedLayer
 
 __all__ = ["gate", "head_norm", "shift"]
 ROTARY = "apply_rotary_pos_emb"
@@ -113,29 +123,15 @@ def shipped(function: Any) -> bool:
 
 
 class Projections:
-    """Stands in for an attention module: `entry` has computed q, k, v and the gates together.
+    """Stands in for an attention module whose q, k and v (B, T, width) have been computed, turned and all.
 
-    The native forward runs with this in place of `self`. Projections with hooks, adapters, quantised or sharded weights
-    are left alone (`enterable`).
+    The native forward, without its rotary embedding, runs with this in place of `self`. log_f (B, T, H), or None where
+    it is in the cache already.
     """
 
-    def __init__(self, module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    def __init__(self, module: Any, hidden_states: torch.Tensor, q: Any, k: Any, v: Any, log_f: torch.Tensor | None):
         self._module, self._hidden = module, hidden_states
-        linears = [module.q_proj, module.k_proj, module.v_proj]
-        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        gates, group = module.forget_gate, module.heads_per_gate
-        weight, shift = gates.weight, gates.bias
-        if group > 1:  # `entry` takes a gate per query head
-            weight, shift = weight.repeat_interleave(group, 0), shift.repeat_interleave(group, 0)
-        wq, wk, wv = (linear.weight for linear in linears)
-        made = entry(hidden_states, wq, wk, wv, bias, weight, shift, cos, sin, module.head_dim)
-        self._q, self._k, self._v, log_f = made
-        log_f = gates.bounded(log_f[..., ::group])
-        if gates.record:
-            gates.last_log_f = log_f.detach()
-        for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`
-            log_f = hook(gates, (hidden_states,), log_f)
-        self.log_f = log_f if group == 1 else log_f.repeat_interleave(group, -1)
+        self._q, self._k, self._v, self.log_f = q, k, v, log_f
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -153,8 +149,44 @@ class Projections:
         return self._v
 
 
+def entered(module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projections:
+    """The projections and gates of an `enterable` layer, by one function."""
+    linears = [module.q_proj, module.k_proj, module.v_proj]
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    gates, group = module.forget_gate, module.heads_per_gate
+    weight, shift = gates.weight, gates.bias
+    if group > 1:  # `entry` takes a gate per query head
+        weight, shift = weight.repeat_interleave(group, 0), shift.repeat_interleave(group, 0)
+    wq, wk, wv = (linear.weight for linear in linears)
+    q, k, v, log_f = entry(hidden_states, wq, wk, wv, bias, weight, shift, cos, sin, module.head_dim)
+    log_f = gates.bounded(log_f[..., ::group])
+    if gates.record:
+        gates.last_log_f = log_f.detach()
+    for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`
+        log_f = hook(gates, (hidden_states,), log_f)
+    return Projections(module, hidden_states, q, k, v, log_f if group == 1 else log_f.repeat_interleave(group, -1))
+
+
+def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any) -> Any:
+    """A step's projections, appended to a FixedLayer together with the gates, in one kernel; None where it can't be.
+
+    The projections are the modules' own, adapters included.
+    """
+    layers, gates = getattr(cache, "layers", ()), module.forget_gate
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    if type(layer) is not FixedLayer or module.mode != "fox" or module.projects or gates is None:
+        return None
+    if gates.weight is None or gates.bounds is not None or gates.record or not untouched(gates):
+        return None
+    if not appends_step(layer._buffers, hidden_states, gates.weight, gates.bias):
+        return None
+    q, k, v = (linear(hidden_states).contiguous() for linear in (module.q_proj, module.k_proj, module.v_proj))
+    given = (hidden_states, q, k, v, gates.weight, gates.bias, *cos_sin)
+    return Projections(module, hidden_states, append_step(layer._buffers, layer.length.on_device, *given), k, v, None)
+
+
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether `Projections` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
+    """Whether `entered` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
     if not module.training or module.mode != "fox" or module.projects or torch.compiler.is_compiling():
         return False
     parts = module._modules

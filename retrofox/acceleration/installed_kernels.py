@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "add_norm", "append", "appends", "available", "decode_at", "decodes_at", "entry", "gate", "gate_rows", "head_norm",
-    "rotary", "shift", "silu_mul", "takes_rows",
+    "add_norm", "append", "append_step", "appends", "appends_step", "available", "decode_at", "decodes_at", "entry",
+    "gate", "gate_rows", "head_norm", "rotary", "shift", "silu_mul", "takes_rows",
 ]  # fmt: skip
 
 try:
-    from fox_kernels.decoding.append import append, appends
+    from fox_kernels.decoding.append import append, append_step, appends, appends_step
     from fox_kernels.decoding.elementwise import add_norm, gate_rows, silu_mul, takes_rows
     from fox_kernels.decoding.fixed import decode_at, decodes_at
     from fox_kernels.layer.entry import entry
@@ -26,6 +26,7 @@ except ImportError:
 
     add_norm: Any = None
     append: Any = None
+    append_step: Any = None
     decode_at: Any = None
     entry: Any = None
     gate: Any = None
@@ -35,6 +36,7 @@ except ImportError:
     shift: Any = None
     silu_mul: Any = None
     appends: Any = _never
+    appends_step: Any = _never
     available: Any = _never
     decodes_at: Any = _never
     takes_rows: Any = _never

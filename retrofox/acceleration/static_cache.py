@@ -128,7 +128,9 @@ class FixedLayer(GrowingLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, wide, head_dim = self._taken_in(key_states)
-        if appends(wide, value_states, log_f):
+        if log_f is None:  # `fused_projections.appended` has written them
+            pass
+        elif appends(wide, value_states, log_f):
             append(self._buffers, self.length.on_device, wide, value_states, log_f)
         else:
             self._write(wide, value_states, log_f)

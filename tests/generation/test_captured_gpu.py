@@ -29,6 +29,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "rope dropped": {"rope": "drop"},
     "sinks, horizon, log n": {"sink_tokens": 3, "horizon": 8.0, "log_n": 512, "rope": "keep"},
     "horizon and sinks": {"half_life": (8.0, 200.0), "horizon": 8.0, "sink_tokens": 2, "rope": "keep"},
+    "gates of kv heads": {"gate_heads": "kv", "half_life": (8.0, 200.0), "horizon": 8.0, "rope": "keep"},
+    "bounded gates": {"max_half_life": 300.0, "rope": "keep"},
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"), "rope": "keep"},
 }
 

@@ -10,12 +10,14 @@ from fox_kernels import decode_attention, decodes, reference
 from twins import cumulative_torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from fox_kernels.decoding import append, fixed, planner
+from fox_kernels.decoding import append, elementwise, fixed, planner
+from fox_kernels.layer.rotary import rotary
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 300)
 GATES = ("open", "mixed", "short", "shut", "zeros", "unequal")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 CASES = 36
+STEPS = 24
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -153,6 +155,43 @@ def check_append(device: str) -> None:
             torch.testing.assert_close(c, exact, atol=1e-9, rtol=1e-13)
 
 
+@torch.no_grad()
+def check_append_step(device: str) -> None:
+    """One kernel leaves the bits of four: gates, their copies for query heads, turned queries and keys, the append."""
+    for n in range(STEPS):
+        draw = random.Random(n)
+        torch.manual_seed(n)
+        B, T, D, Hkv, group = (
+            draw.choice([1, 3]),
+            draw.choice([1, 1, 4]),
+            *(draw.choice(x) for x in ([2, 24, 64, 80, 256], [1, 3], [1, 2, 8])),
+        )
+        H, gates = Hkv * group, draw.choice([Hkv, Hkv * group])
+        K, VW, P = draw.choice([32, 576, 1500, 4096]), draw.choice([D, D, 16]), draw.choice([0, 1, D // 2, D // 2])
+        dtype = draw.choice([torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu"))
+        x, q, k, v = (torch.randn(B, T, w, device=device).to(dtype) for w in (K, H * D, Hkv * D, Hkv * VW))
+        weight, bias = torch.randn(gates, K, device=device) / K**0.5, 9 * torch.randn(gates, device=device)
+        cos, sin = torch.randn(2, draw.choice([1, B]), T, P + 3, device=device).to(draw.choice([dtype, torch.float32]))[
+            ..., :P
+        ]
+        rooms = [torch.randn(B, Hkv, 70, w, device=device).to(dtype) for w in (D, VW)]
+        rooms.append(torch.randn(B, 2 * H, 70, 1, device=device))
+        wanted, length = (
+            [y.clone() for y in rooms],
+            torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device),
+        )
+        assert append.appends_step(rooms, x, weight, bias)
+        ours = append.append_step(rooms, length, x, q, k, v, weight, bias, cos, sin)
+        heads = [y.unflatten(-1, (-1, w)).transpose(1, 2) for y, w in ((q, D), (k, D), (v, VW))]
+        if P:
+            heads[:2] = rotary(*heads[:2], cos, sin)
+        log_f = elementwise.gate_rows(x, weight, bias).repeat_interleave(H // gates, -1)
+        append.append(wanted, length, *heads[1:], log_f)
+        assert torch.equal(ours, heads[0].transpose(1, 2).flatten(2))
+        assert all(map(torch.equal, rooms, wanted)), n
+        assert (ours is q) == (P == 0)
+
+
 def check_refusals(device: str) -> None:
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     q, k, c = (torch.randn(1, *shape, device=device) for shape in ((40, 4, 16), (300, 2, 16), (4, 300)))
@@ -169,6 +208,7 @@ def check_refusals(device: str) -> None:
 
 CHECKS = {
     "any problem": check_any_problem, "horizon": check_horizon, "steps": check_steps, "append": check_append,
+    "append step": check_append_step,
     "refusals": check_refusals,
 }  # fmt: skip
 

@@ -50,6 +50,15 @@ def append_a_token(width: int, length: int | torch.Tensor = 5) -> None:
 
 
 @torch.no_grad()
+def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int) -> None:
+    rooms = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 2 * 9, 64, 1)]
+    weight, angles = torch.empty(9 // heads_per_gate, K), torch.empty(2, 2, 1, pairs, dtype=torch.bfloat16)
+    x, q, k = (torch.empty(2, 1, width, dtype=torch.bfloat16) for width in (K, 9 * D, 3 * D))
+    length = torch.zeros(1, dtype=torch.int32)
+    append.append_step(rooms, length, x, q, k, k, weight, weight[:, 0].contiguous(), *angles)
+
+
+@torch.no_grad()
 def decode_a_token(width: int) -> None:
     x = states(2, 1, width)
     elementwise.add_norm(x, x, states(width), 1e-5)
@@ -75,6 +84,9 @@ ANGLES = torch.zeros(2, 1, 64, 32)
 OTHERS = {
     "append with shifts": (append_a_token, 240),
     "append at a length": (append_a_token, 64, torch.zeros(1, dtype=torch.int32)),
+    "append a step": (append_a_step, 576, 64, 32, 3),
+    "append a step, D = 256": (append_a_step, 4096, 256, 128, 1),
+    "append a step, nothing turned": (append_a_step, 576, 80, 0, 1),
     **{f"decode, {n} channels": (decode_a_token, n) for n in (1024, 16384)},
     **{f"norm, D = {D}": (norm.head_norm, states(2, 64, 9, D), gains(9, D), states(2, 64, 9 * D)) for D in (64, 256)},
     "shift": (shift.shift, states(2, 64, 9, 64), gains(2, 64, 9)),

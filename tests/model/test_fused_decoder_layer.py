@@ -28,11 +28,6 @@ def twins(monkeypatch) -> list[str]:
         calls.append("silu")
         return nn.functional.silu(gate) * up
 
-    def gate(x, weight, bias):
-        calls.append("gate")
-        return nn.functional.logsigmoid(nn.functional.linear(x.float(), weight, bias))
-
-    monkeypatch.setattr(fused, "gate_rows", gate)
     monkeypatch.setattr(fused, "takes_rows", lambda x, weight=None: True)
     monkeypatch.setattr(fused, "add_norm", norm)
     monkeypatch.setattr(fused, "silu_mul", product)
@@ -51,8 +46,8 @@ def test_a_plain_model_gives_the_same_bits(pico_fox, monkeypatch, dtype):
         calls = twins(monkeypatch)
         with fused.fused_layers(model) as found:
             logits = model(ids).logits
-    assert found == 2 * 3 + 1
-    layer = ["gate", "sum and norm", "silu", "sum and norm"]
+    assert found == 2 * 2 + 1
+    layer = ["sum and norm", "silu", "sum and norm"]
     assert calls == ["norm", *layer, *layer]
     assert torch.equal(logits, expected)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -67,8 +62,8 @@ def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad(), fused.fused_layers(model) as found:
         model(torch.arange(2, 20)[None])
-    assert found == 4 + 4  # the MLPs, the gates, and norms one by one
-    assert calls == ["norm", "gate", "norm", "silu", "gate", "norm", "silu", "norm"]
+    assert found == 2 + 4  # the MLPs, and norms one by one
+    assert calls == ["norm", "norm", "silu", "norm", "silu", "norm"]
     assert seen == [1]
 
     class Own(type(model.model.norm)):
@@ -78,13 +73,13 @@ def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
     model = pico_fox()
     model.model.norm.__class__ = Own
     with fused.fused_layers(model) as found:
-        assert found == 4 + 4
+        assert found == 2 + 4
     model.model.layers[0].mlp.act_fn = nn.GELU()
     with fused.fused_layers(model) as found:
-        assert found == 3 + 4
+        assert found == 1 + 4
 
 
-@pytest.mark.parametrize(("name", "left"), [("LlamaMLP", 5), ("LlamaRMSNorm", 4), ("LlamaDecoderLayer", 9)])
+@pytest.mark.parametrize(("name", "left"), [("LlamaMLP", 3), ("LlamaRMSNorm", 2), ("LlamaDecoderLayer", 7)])
 def test_a_patched_class_is_left_alone(pico_fox, monkeypatch, name, left):
     plain = getattr(modeling_llama, name)
     own = plain.forward
@@ -113,7 +108,7 @@ def test_a_captured_step_runs_fused_layers(pico_fox, monkeypatch):
     calls = twins(monkeypatch)
     monkeypatch.setattr(captured, "DEVICES", ("cpu",))
     assert torch.equal(model.generate(ids, **options), expected)
-    assert len(calls) == 11 * 9
+    assert len(calls) == 11 * 7
 
 
 def test_another_thread_runs_the_layers_own(pico_fox):

@@ -60,6 +60,87 @@ class Doubled:
         return log_f * 2
 
 
+KV = {**STRETCHED, "gate_heads": "kv", "half_life": (2.0, 30.0), "horizon": 3.0, "sink_tokens": 2}
+IN_ONE = {"append": 1, "split": 1, "merge": 1, "add_norm": 2, "silu_mul": 1}
+APART = IN_ONE | {"gate_rows": 1, "rotary": 1}
+# name: (family, config, spec, kernels of a layer in a captured step, torch's operators in it beside views)
+STEPS: dict[str, tuple[str, dict, dict, dict[str, int], dict[str, int]]] = {
+    "gates of kv heads": ("llama", {}, KV, IN_ONE, {"mm": 7}),
+    "a gate to a head": ("llama", {}, {**PARTIAL, "sink_tokens": 1}, IN_ONE, {"mm": 7}),
+    "biases": ("qwen2", {}, KV, IN_ONE, {"mm": 4, "addmm": 3}),
+    "window": ("mistral", {"sliding_window": 9}, {"rope": "keep"}, IN_ONE, {"mm": 7}),
+    "no rope": ("llama", {}, {"rope": "drop", "sink_tokens": 2}, IN_ONE, {"mm": 7}),
+    "bounded gates": ("llama", {}, {**PARTIAL, "max_half_life": 8}, APART, {"mm": 7, "sub": 1}),
+    "own norms": ("qwen3", {}, PARTIAL, APART | {"add_norm": 4}, {"mm": 7}),
+}
+
+
+def run_steps(name: str) -> dict[str, Any]:
+    """How far logits of captured decoding's steps are from the whole text's, and what a layer of a step runs."""
+    import collections
+
+    import torch
+    from fox_kernels.decoding import append, elementwise, planner
+    from fox_kernels.layer import gate, rotary
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    import retrofox
+    from retrofox.acceleration import captured_step, cuda_graph_decoding
+    from retrofox.acceleration.growing_cache import CACHE
+
+    kernels: collections.Counter[str] = collections.Counter()
+    operators: collections.Counter[str] = collections.Counter()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not function.is_view and not function.__name__.startswith(("empty", "new_empty", "_unsafe_view")):
+                operators[function.__name__.split(".")[0]] += 1
+            return function(*args, **kwargs or {})
+
+    def counted(launch: Any) -> Any:
+        def counting(kernel: Any, *args: Any, **named: Any) -> None:
+            kernels.update([kernel.fn.__name__.removesuffix("_kernel")])
+            with _disable_current_modes():  # the interpreter copies tensors
+                launch(kernel, *args, **named)
+
+        return counting
+
+    modules: Any = append, elementwise, planner, gate, rotary
+    for module in modules:
+        module.launch = counted(module.launch)
+    cuda_graph_decoding.DEVICES, cuda_graph_decoding.LEAST_TOKENS, captured_step.LEAST_CAPACITY = ("cpu",), 2, 32
+    step, logits = captured_step.Decoding._run, []
+
+    def noted(self: Any, sampler: Any) -> None:
+        kernels.clear()
+        operators.clear()
+        with Operators():
+            step(self, sampler)
+        logits.append(self.logits)
+
+    family, config, spec, *_ = STEPS[name]
+    ran: list[tuple[Any, Any]] = []
+    for layers in (2, 3):
+        torch.manual_seed(0)
+        shape = PICO | config | {"num_hidden_layers": layers}
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+        model: Any = retrofox.convert(base, fox=retrofox.FoxSpec(**spec)).eval()
+        for key, parameter in model.named_parameters():
+            if retrofox.anatomy.is_new_tensor(key):
+                parameter.data.add_(torch.randn(parameter.shape) * 0.3)
+        logits.clear()
+        captured_step.Decoding._run = noted
+        ids, cache = torch.randint(2, 64, (2, 12)), {CACHE: DynamicCache(config=model.config)}
+        text = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, **cache)
+        captured_step.Decoding._run = step
+        ran.append((kernels.copy(), operators.copy()))
+        with torch.no_grad():
+            whole = model(text, use_cache=False).logits[:, 12:-1]
+        error = (torch.stack(logits, 1) - whole).abs().max().item()
+    return {"error": error, "kernels": ran[1][0] - ran[0][0], "operators": ran[1][1] - ran[0][1]}
+
+
 def run(name: str) -> dict[str, Any]:
     """Largest differences with and without the fused functions, and which of them a step called."""
     import fox_kernels
@@ -151,5 +232,14 @@ def test_fused_layers_are_the_eager_ones(name, report):
     assert report[name]["called in mode original"] == []
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_captured_step_of_a_layer_is_few_launches(name, report):
+    found = report[f"steps, {name}"]
+    assert found["error"] < 1e-5
+    assert (found["kernels"], found["operators"]) == STEPS[name][3:]
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: run(name) for name in CASES}))
+    found = {name: run(name) for name in CASES}
+    print(json.dumps(found | {f"steps, {name}": run_steps(name) for name in STEPS}))

@@ -3,19 +3,24 @@
     c_t = c_{t-1} + log2(e) * max(log f_t, -1e4), as hi + lo
 
 One launch, where torch takes twenty for a token. Its twin in plain torch is `GrowingLayer` of retrofox.acceleration.
+`append_step` also turns queries and keys and computes the gates, bit for bit as `layer.rotary` and `gate_rows` do.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..common.blocks import LOG2E
 from ..common.cumsum import clamped
 from ..host.launch import launch, power_of_2
+from ..layer.gate import log_sigmoid
+from ..layer.rotary import turn
 from ..layer.support import available
 from ..options import LOG_F_MIN
+from .elementwise import logit, logit_block, takes_rows
 
 MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
@@ -25,53 +30,85 @@ class AppendStrides(NamedTuple):
 
     k: tuple[int, ...]
     v: tuple[int, ...]
-    log_f: tuple[int, ...]
+    log_f: tuple[int, ...] | None
+
+
+class Turn(NamedTuple):
+    """Queries (B, T, H, D) before and after; cos and sin (B or 1, T, pairs), and their strides of batch and token."""
+
+    q: Any
+    out: Any
+    cos: Any
+    sin: Any
+    batch: int
+    token: int
+    pairs: int
+
+
+class Gate(NamedTuple):
+    """What entered the layer, (B, T, K); weight (gates, K) and bias (gates,); query heads to a gate."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    K: int
+    heads: int
 
 
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k, v, log_f, keys, values, sums, length_ptr, strides, length, room, T, H, floor,
-    GROUP: tl.constexpr, GP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr,
+    k, v, log_f, keys, values, sums, length_ptr, turned, gate, strides, length, room, T, H, floor,
+    GROUP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    kv = tl.program_id(0).to(tl.int64)
-    heads = H // GROUP
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    heads, h_kv = H // GROUP, h // GROUP
     if length_ptr is not None:
         length = tl.load(length_ptr)
-    b, h = kv // heads, kv % heads
-    offs_k, offs_v, group = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, GP)
-    real = group < GROUP
-    k += b * strides.k[0] + h * strides.k[1]
-    v += b * strides.v[0] + h * strides.v[1]
-    log_f += b * strides.log_f[0] + (h * GROUP + group) * strides.log_f[2]
-    keys += (kv * room + length) * KW
-    values += (kv * room + length) * VW
-    hi = sums + (b * 2 * H + h * GROUP + group) * room + length
-    lo = hi + H.to(tl.int64) * room
-    known = tl.where(length > 0, real, False)  # Triton 3.9's interpreter makes integers of real & (length > 0)
-    c = tl.load(hi - 1, mask=known, other=0.0).to(tl.float64)
-    c += tl.load(lo - 1, mask=known, other=0.0).to(tl.float64)
+    offs_k, offs_v, pair = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, KP // 2)
+    k += b * strides.k[0] + h_kv * strides.k[1]
+    v += b * strides.v[0] + h_kv * strides.v[1]
+    keys += ((b * heads + h_kv) * room + length) * KW
+    values += ((b * heads + h_kv) * room + length) * VW
+    hi = sums + (b * 2 * H + h) * room + length
+    lo = sums + (b * 2 * H + H + h) * room + length
+    c = tl.load(hi - 1, mask=length > 0, other=0.0).to(tl.float64)
+    c += tl.load(lo - 1, mask=length > 0, other=0.0).to(tl.float64)
     for t in range(T):
-        new_k = tl.load(k + t * strides.k[2] + offs_k, mask=offs_k < KW)
-        tl.store(keys + t * KW + offs_k, new_k, mask=offs_k < KW)
-        new_v = tl.load(v + t * strides.v[2] + offs_v, mask=offs_v < VW)
-        tl.store(values + t * VW + offs_v, new_v, mask=offs_v < VW)
-        c += clamped(tl.load(log_f + t * strides.log_f[1], mask=real, other=0.0), floor) * LOG2E
+        row = b * T + t
+        if gate is None:
+            new = tl.load(log_f + b * strides.log_f[0] + t * strides.log_f[1] + h * strides.log_f[2])
+        else:
+            which = h // gate.heads
+            new = log_sigmoid(logit(gate.x + row * gate.K, gate.weight + which.to(tl.int64) * gate.K, gate.K, BLOCK)
+                              + tl.load(gate.bias + which))  # fmt: skip
+        c += clamped(new, floor) * LOG2E
         rounded = c.to(tl.float32)
-        tl.store(hi + t, rounded, mask=real)
-        tl.store(lo + t, (c - rounded.to(tl.float64)).to(tl.float32), mask=real)
+        tl.store(hi + t, rounded)
+        tl.store(lo + t, (c - rounded.to(tl.float64)).to(tl.float32))
+        if turned is not None:
+            at = b * turned.batch + t * turned.token + pair
+            cos = tl.load(turned.cos + at, mask=pair < turned.pairs, other=1.0).to(tl.float32)
+            sin = tl.load(turned.sin + at, mask=pair < turned.pairs, other=0.0).to(tl.float32)
+            q_at = (row * H + h) * KW
+            turn(turned.q + q_at + pair, turned.out + q_at + pair, cos, sin, KW // 2, pair < KW // 2)
+        if h % GROUP == 0:  # of the heads of a group, one writes its key and value
+            if turned is not None:
+                turn(k + t * strides.k[2] + pair, keys + t * KW + pair, cos, sin, KW // 2, pair < KW // 2)
+            else:
+                new_k = tl.load(k + t * strides.k[2] + offs_k, mask=offs_k < KW)
+                tl.store(keys + t * KW + offs_k, new_k, mask=offs_k < KW)
+            new_v = tl.load(v + t * strides.v[2] + offs_v, mask=offs_v < VW)
+            tl.store(values + t * VW + offs_v, new_v, mask=offs_v < VW)
 
 
-def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
+def appends(k: Tensor, v: Tensor, log_f: Tensor) -> bool:
     """Return whether `append` can run for new tokens like these."""
-    plain = all(type(x) is torch.Tensor for x in (k, v, log_f)) and not torch.compiler.is_compiling()
+    plain = all(type(x) is Tensor for x in (k, v, log_f)) and not torch.compiler.is_compiling()
     alike = k.dtype == v.dtype and log_f.dtype == torch.float32 and k.stride(-1) == v.stride(-1) == 1
     return plain and alike and k.shape[2] <= MOST_TOKENS and k.numel() > 0 and available(k)
 
 
-def append(
-    rooms: list[torch.Tensor], length: int | torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor,
-    *_: object,
-) -> None:  # fmt: skip
+def append(rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, *_: object) -> None:
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
     k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
@@ -79,13 +116,48 @@ def append(
     an int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
     What code saved beside a checkpoint may give behind these (a bound on the keys' norms) is of no use any more.
     """
-    (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], log_f.shape[-1]
+    _launch(rooms, length, k, v, log_f, None, None, warps=1)
+
+
+def _launch(rooms, length, k, v, log_f, turned: Turn | None, gate: Gate | None, warps: int) -> None:
+    (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], rooms[2].shape[1] // 2
     keys, values, sums = rooms
-    length, at = (0, length) if isinstance(length, torch.Tensor) else (length, None)
+    length, at = (0, length) if isinstance(length, Tensor) else (length, None)
+    strides = AppendStrides(k.stride()[:3], v.stride()[:3], None if log_f is None else log_f.stride())
     with torch.cuda.device_of(k):
         launch(
-            append_kernel, (B * Hkv,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
-            strides=AppendStrides(k.stride()[:3], v.stride()[:3], log_f.stride()), length=length, room=keys.shape[2],
-            T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, GP=power_of_2(H // Hkv), KW=KW, KP=power_of_2(KW), VW=VW,
-            VP=power_of_2(VW), warps=1,
+            append_kernel, (B * H,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
+            turned=turned, gate=gate, strides=strides, length=length, room=keys.shape[2], T=T, H=H, floor=LOG_F_MIN,
+            GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
+            BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
         )  # fmt: skip
+
+
+def appends_step(rooms: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Return whether `append_step` can run for what enters a layer, x (B, T, K): few rows of the rooms' dtype."""
+    gates = all(y.dtype == torch.float32 and y.is_contiguous() for y in (weight, bias))
+    return gates and takes_rows(x) and x.dtype == rooms[0].dtype == rooms[1].dtype and x.shape[1] <= MOST_TOKENS
+
+
+def append_step(
+    rooms: list[Tensor], length: Tensor, x: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor,
+    cos: Tensor, sin: Tensor,
+) -> Tensor:  # fmt: skip
+    """Append T tokens with keys turned, and log f = log sigmoid(W x + b) for gates; return the queries, turned.
+
+    x (B, T, K) entered the layer, whose projections are q (B, T, H D), k (B, T, Hkv D) and v (B, T, Hkv VW), contiguous
+    and of its dtype; weight (gates, K), bias (gates,): a gate for one query head or several. cos, sin (B or 1, T, P):
+    as in `layer.rotary`, with P = 0 nothing turns. rooms and length: see `append`. Only where `appends_step` is True.
+    """
+    B, T, K = x.shape
+    Hkv, H = rooms[0].shape[1], rooms[2].shape[1] // 2
+    turned, out = None, q
+    if cos.shape[-1]:
+        out = torch.empty_like(q)
+        cos, sin = (y if y.stride(-1) == 1 else y.contiguous() for y in (cos, sin))
+        if sin.stride() != cos.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        turned = Turn(q, out, cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.shape[-1])
+    k, v = (y.view(B, T, Hkv, -1).transpose(1, 2) for y in (k, v))
+    _launch(rooms, length, k, v, None, turned, Gate(x, weight, bias, K, H // len(weight)), warps=4)
+    return out

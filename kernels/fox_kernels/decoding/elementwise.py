@@ -45,17 +45,26 @@ def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gate_rows_kernel(x_ptr, w_ptr, b_ptr, log_f_ptr, K, H, BLOCK: tl.constexpr):
-    row, h = tl.program_id(0) // H, tl.program_id(0) % H
+def logit(x_ptr, w_ptr, K, BLOCK: tl.constexpr):
+    """A gate's W x."""
     k = tl.arange(0, BLOCK)
-    x_ptr += row.to(tl.int64) * K
-    w_ptr += h.to(tl.int64) * K
     z = tl.zeros([BLOCK], tl.float32)
     for k0 in range(0, K, BLOCK):
         x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
         z += x * tl.load(w_ptr + k0 + k, mask=k0 + k < K, other=0.0)
-    z = tl.sum(z, 0) + tl.load(b_ptr + h)
+    return tl.sum(z, 0)
+
+
+@triton.jit
+def gate_rows_kernel(x_ptr, w_ptr, b_ptr, log_f_ptr, K, H, BLOCK: tl.constexpr):
+    row, h = tl.program_id(0) // H, tl.program_id(0) % H
+    z = logit(x_ptr + row.to(tl.int64) * K, w_ptr + h.to(tl.int64) * K, K, BLOCK) + tl.load(b_ptr + h)
     tl.store(log_f_ptr + tl.program_id(0), log_sigmoid(z))
+
+
+def logit_block(K: int) -> int:
+    """Return the BLOCK of `logit`."""
+    return min(1024, power_of_2(K))
 
 
 def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
@@ -115,5 +124,5 @@ def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, K, H)
-        launch(gate_rows_kernel, (log_f.numel(),), arguments, (min(1024, power_of_2(K)),))
+        launch(gate_rows_kernel, (log_f.numel(),), arguments, (logit_block(K),))
     return log_f

@@ -24,15 +24,12 @@ def tokens_per_program(half: int) -> int:
 
 
 @triton.jit
-def _turn(x_ptr, o_ptr, so_t, cos, sin, sx_t, t, T, pairs, HALF: tl.constexpr):
-    p = tl.arange(0, HALF)
-    here = (t[:, None] < T) & (p[None, :] < pairs)
-    x_at = x_ptr + t[:, None].to(tl.int64) * sx_t + p[None, :]
+def turn(x_at, o_at, cos, sin, pairs, here):
+    """Turns the pairs `here`, of which x_at are the first channels, into o_at."""
     a = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
     b = tl.load(x_at + pairs, mask=here, other=0.0).to(tl.float32)
-    o_at = o_ptr + t[:, None].to(tl.int64) * so_t + p[None, :]
-    tl.store(o_at, (a * cos - b * sin).to(o_ptr.dtype.element_ty), mask=here)
-    tl.store(o_at + pairs, (b * cos + a * sin).to(o_ptr.dtype.element_ty), mask=here)
+    tl.store(o_at, (a * cos - b * sin).to(o_at.dtype.element_ty), mask=here)
+    tl.store(o_at + pairs, (b * cos + a * sin).to(o_at.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -52,15 +49,17 @@ def rotary_kernel(
     sin = tl.load(sin_ptr + at, mask=turns, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
+    here = (t[:, None] < T) & (p[None, :] < pairs)
+    t = t[:, None].to(tl.int64)
     if h < H:
         q_ptr += b * q_strides[0] + h.to(tl.int64) * q_strides[1]
         oq_ptr += (b * T * H + h) * pairs * 2
-        _turn(q_ptr, oq_ptr, H * pairs * 2, cos, sin, q_strides[2], t, T, pairs, HALF)
+        turn(q_ptr + t * q_strides[2] + p[None, :], oq_ptr + t * (H * pairs * 2) + p[None, :], cos, sin, pairs, here)
     else:
         h -= H
         k_ptr += b * k_strides[0] + h.to(tl.int64) * k_strides[1]
         ok_ptr += (b * T * Hkv + h) * pairs * 2
-        _turn(k_ptr, ok_ptr, Hkv * pairs * 2, cos, sin, k_strides[2], t, T, pairs, HALF)
+        turn(k_ptr + t * k_strides[2] + p[None, :], ok_ptr + t * (Hkv * pairs * 2) + p[None, :], cos, sin, pairs, here)
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
