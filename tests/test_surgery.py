@@ -99,15 +99,6 @@ def test_live_models_that_are_refused(pico_llama, pico_fox):
         retrofox.convert(model)
 
 
-def test_a_live_model_that_hooks_bring_in_from_elsewhere_is_refused(pico_checkpoint, tmp_path):
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(
-        pico_checkpoint, device_map={**places, "model.layers": "disk"}, offload_folder=tmp_path / "offloaded"
-    )
-    with pytest.raises(ValueError, match="spread over cpu, disk by hooks"):
-        retrofox.convert(model)
-
-
 def test_frozen_tensors_of_a_live_model_stay_frozen(pico_llama):
     base = pico_llama().requires_grad_(False)
     base.lm_head.weight.requires_grad_(True)

@@ -141,7 +141,7 @@ def write(
             report["parity"] = prove(place, partial)
         write_json(partial / "retrofox.json", report)
         state = "Converted, not yet adapted." if plan.own_gates is None else "Its gates were trained with it."
-        text = card(plan.spec, plan.model_type, state, report["parity"], licence_of(place))
+        text = card(plan.spec, plan.model_type, state, licence_of(place))
         (partial / "README.md").write_text(text, encoding="utf-8")
     return report
 

@@ -19,16 +19,13 @@ HERE = "THIS_REPOSITORY"
 """Stands for the repository in a card until it is pushed."""
 
 
-def card(
-    spec: FoxSpec, base_type: str, state: str, parity: object = None, licence: Mapping[str, Any] | None = None
-) -> str:
-    """README.md of a converted checkpoint: its retrofit, how to load and serve it, the parity proof's numbers.
+def card(spec: FoxSpec, base_type: str, state: str, licence: Mapping[str, Any] | None = None) -> str:
+    """README.md of a converted checkpoint: its retrofit, how to load and serve it.
 
     Args:
         spec: resolved.
         base_type: model_type of the base.
         state: a sentence on its training.
-        parity: as `retrofox.conversion.verify.prove` gives it; anything else is left out.
         licence: the base's, as `licence_of` gives it.
     """
     base = spec.base or "an unnamed model"
@@ -41,7 +38,7 @@ def card(
         tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
         **(licence or {}),
     )
-    rows = described(spec) | {"sink tokens exempt from decay": str(spec.sink_tokens or "none")} | _proof(parity)
+    rows = described(spec) | {"sink tokens exempt from decay": str(spec.sink_tokens or "none")}
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {name} with forget gates\n",
@@ -133,16 +130,6 @@ def _gates(spec: FoxSpec) -> str:
         text += f", never over {spec.max_half_life:g} tokens"
     opened = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
     return text + (f"; {opened} kv heads start open" if opened else "")
-
-
-def _proof(parity: object) -> dict[str, str]:
-    if not isinstance(parity, Mapping):
-        return {}
-    return {
-        "parity proof (gates open, RoPE kept)": f"logits within {parity['max_difference']:.1e} of the base",
-        "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
-        "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
-    }
 
 
 def _served(spec: FoxSpec, base_type: str) -> list[str]:

@@ -51,12 +51,6 @@ def convert(
         return write(source, Path(out), spec, verify=verify, revision=revision, texts=texts)
     if spec.version is None:  # a spec with a version says how a model was converted
         check_texts(spec, texts)
-    places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
-    if len(places) > 1:
-        raise ValueError(
-            f"this {type(source).__name__} is spread over {', '.join(places)} by hooks that its converted form would "
-            "lack: load it on one device, or convert its directory and load that"
-        )
     plan = plan_for(source, spec, revision)
     if plan.own_gates is not None:
         raise ValueError(f"{source} has forget gates of its own: convert it into a directory (give OUT) and load that")

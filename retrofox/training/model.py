@@ -46,12 +46,6 @@ def trained_config(recipe: Recipe) -> Any:
     return config
 
 
-def empty(config: Any, lora: LoraConfig | None, base: str) -> Any:
-    """The model without memory: parameters on the meta device; arguments as of `built`."""
-    with torch.device("meta"):
-        return built(config, lora, base)
-
-
 def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
     """The model of a config with random weights in float32, with adapters where `lora` has them.
 

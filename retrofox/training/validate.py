@@ -34,7 +34,7 @@ from retrofox.parallel.shards import check_length
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import choose_cross_entropy
-from retrofox.training.model import empty, set_attention, starts_from, trained_config
+from retrofox.training.model import built, set_attention, starts_from, trained_config
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import batches_of, refuse_mingling
@@ -69,7 +69,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
         collect(accumulation, stage, tokens_per_step(stage, readers), readers, where=f"stages.{number}: ")
     try:
         config = trained_config(recipe)
-        empty(config, recipe.lora, recipe.model)
+        with torch.device("meta"):
+            built(config, recipe.lora, recipe.model)
     except ValueError as error:
         refusals.append(error)
         config = None
@@ -158,7 +159,9 @@ def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
 
 def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> None:
     """Raises ValueError for a stage that this model, or this machine, can't run."""
-    model, source = empty(config, recipe.lora, recipe.model), starts_from(recipe.model, recipe.fox)
+    with torch.device("meta"):
+        model = built(config, recipe.lora, recipe.model)
+    source = starts_from(recipe.model, recipe.fox)
     set_attention(model, recipe.attention, recipe.stages)
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)

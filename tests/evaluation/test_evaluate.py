@@ -64,15 +64,6 @@ def test_losses_are_summed_by_document_and_bucket():
     assert sums.sums.tolist() == [[11, 7], [10, 10]]
 
 
-def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant():
-    windows = [Window(n, np.arange(9)) for n in range(3)]
-    base = [np.random.default_rng(n).normal(3, 1, 8) for n in range(3)]
-    sums, other = (PositionSums(x, windows, [0, 9]) for x in ([b + 0.25 for b in base], base))
-    [difference] = sums.statistics(other)
-    assert difference["mean"] == pytest.approx(0.25)
-    assert difference["standard_error"] == pytest.approx(0, abs=1e-12)
-
-
 def test_evaluate_reports_every_line_and_writes_every_file(
     pico_llama, pico_fox, tokenizer, measure, documents, tmp_path, capsys
 ):
