@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import cache_methods
-from eviction import DUO_RECENT, DUO_SINKS, FUTURE, METHODS, SCORES, SINKS, Evicting, duo
+from eviction import FUTURE, METHODS, SCORES, SINKS, Evicting
 
 LENGTH, TAIL = 90, 6
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -82,25 +82,6 @@ def test_expected_attention_is_that_of_gaussian_queries_at_the_next_positions(ll
             shares.append(logits.softmax(0))
         wanted = sum(shares) / 2 * value[kv_head, SINKS:].norm(dim=-1)
         torch.testing.assert_close(evicting.scores["expected"][0][kv_head, SINKS:], wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_duo_keeps_the_best_heads_whole_and_the_share_asked_for():
-    heads, length = torch.tensor([[0.1, 0.9, 0.3], [0.2, 0.8, 0.0]]), 4096
-    keep = duo(heads, length, 0.4)
-    assert keep.all(-1).tolist() == [[False, True, False], [False, True, False]]
-    assert int(keep[0, 0].sum()) == DUO_SINKS + DUO_RECENT
-    assert float(keep.float().mean()) == pytest.approx(0.4, abs=1 / 6 / 2)
-
-
-def test_retrieval_scores_are_shares_of_attention(llama, ids):
-    evicting = Evicting(llama)
-    with evicting.installed():
-        cache = evicting.prefill(ids[:LENGTH], scored=False)
-        parts = [(0, 30), (30, LENGTH), (LENGTH, LENGTH + TAIL)]
-        found = [evicting.attention_to(ids[LENGTH:], cache, slice(2, 4), slice(*part)) for part in parts]
-        whole = evicting.attention_to(ids[LENGTH:], cache, slice(2, 4), slice(None))
-    torch.testing.assert_close(whole, torch.ones(2, 2))
-    assert (torch.stack(found).sum(0) >= 1 - 1e-5).all(), "each is the most of two query heads"
 
 
 def test_the_command_writes_rows_of_a_plain_and_a_forgetting_model(pico_checkpoint, pico_fox, pico_tokenizer, tmp_path):

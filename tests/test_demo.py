@@ -52,18 +52,6 @@ def test_a_step_runs_once_and_again_after_one_that_ran(tmp_path, capfd):
     assert run(b, b) == ["second"]
 
 
-def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(tmp_path):
-    (tmp_path / "empty.json").write_text("{}")
-    command = ["json.tool", str(tmp_path / "empty.json"), str(tmp_path / "done.json")]
-    for resumes in (False, True):
-        folder = tmp_path / "run"
-        folder.mkdir(exist_ok=True)
-        (folder / "begun").touch()
-        (tmp_path / "steps.json").write_text(json.dumps({"train": {"command": command}}))
-        demo.Steps(tmp_path).run("train", command, folder, resumes=resumes)
-        assert (folder / "begun").exists() == resumes
-
-
 def test_the_short_demo_fails_where_its_losses_are_not_the_usual():
     def evaluation(base, converted, adapted):
         return {"lines": [{"key": k, "mean": v} for k, v in (("base", base), ("base2", converted), ("model", adapted))]}

@@ -82,11 +82,3 @@ def test_a_run_measures_every_contender_and_a_second_one_only_what_is_missing(tm
         assert ("first_ms" in rows["fox"]) == (cell == "1 x 64")
     long = report["cells"]["1 x 8192"]
     assert long["fox-forgetting"]["cache_mb"] < 0.5 * long["fox-full"]["cache_mb"]
-
-
-def test_no_horizon_is_put_back(pico_fox):
-    model = pico_fox(horizon=8.0)
-    layers = [attention for _, attention in bench.attentions(model)]
-    with bench.without_horizon(model):
-        assert {layer.horizon for layer in layers} == {None}
-    assert {layer.horizon for layer in layers} == {8.0}

@@ -51,23 +51,10 @@ def evaluate(
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     from retrofox.evaluation.evaluate import evaluate as run
 
-    run(
-        model,
-        against=against or None,
-        data=data or [],
-        length=length,
-        out=out,
-        max_documents=max_documents,
-        windows=windows or None,
-        min_tokens=min_tokens,
-        controls=controls,
-        text_field=text_field,
-        tasks=names,
-        include_path=include_path,
-        limit=limit,
-        device=device,
-        dtype=dtype,
-    )
+    options: dict[str, Any] = {"length": length, "windows": windows or None, "min_tokens": min_tokens}
+    options |= {"max_documents": max_documents, "controls": controls, "text_field": text_field}
+    options |= {"tasks": names, "include_path": include_path, "limit": limit}
+    run(model, against=against or None, data=data or [], out=out, **options, device=device, dtype=dtype)
 
 
 def needle(
