@@ -34,7 +34,8 @@ def test_results_are_written_row_by_row(tmp_path):
     arguments = Namespace(out=str(tmp_path / "deep" / "k.json"), given=["--only", "table"])
     results = bench.start(arguments, MACHINE, {"matmul_tflops": 800.0, "copy_gb_s": 3000.0})
     results.add(Task("table", TABLE[0], ("ours", "fla")), [row(TABLE[0], "ours", 1.0)])
-    timed = {"problem": DECODE[0].name, "contender": "ours", **DECODE[0]._asdict(), "ms": 1.0, "live": 1.0}
+    rates = dict.fromkeys(("ms", "gb_s", "of_copy", "graph_of_copy", "live"), 1.0)
+    timed = {"problem": DECODE[0].name, "contender": "ours", **DECODE[0]._asdict(), **rates}
     results.add(Task("decode", DECODE[0], ("ours",)), [timed])
     kept = json.loads((tmp_path / "deep" / "k.json").read_text())
     assert kept["rows"][0]["D"] == 64
