@@ -94,7 +94,7 @@ def spread(arguments: list[str]) -> list[str]:
     """
     result: list[str] = []
     for argument in arguments:
-        if not argument.startswith("-") and result[-2:-1] and result[-2] in SEVERAL:
+        if not argument.startswith("-") and len(result) > 1 and result[-2] in SEVERAL:
             result.append(result[-2])
         result.append(argument)
     return result

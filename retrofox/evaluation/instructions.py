@@ -42,7 +42,7 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
         ValueError: a tokenizer without a chat template.
     """
     free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]
-    checkable = checkable_prompts()
+    checkable = [(text.format(topic), check) for topic in TOPICS for text, check in INSTRUCTIONS]
     prompts: list[tuple[str, Check | None]] = []
     while free or checkable:
         prompts += [*checkable[:2], *free[:1]]
@@ -171,8 +171,3 @@ TOPICS = (
     *("horses", "bridges", "tea", "the Moon", "trains", "cheese", "music", "rain", "libraries", "clocks", "forests"),
     "football",
 )
-
-
-def checkable_prompts() -> list[tuple[str, Check]]:
-    """(prompt, check of its answer): every instruction on every topic, neighbours of different instructions."""
-    return [(text.format(topic), check) for topic in TOPICS for text, check in INSTRUCTIONS]

@@ -23,7 +23,7 @@ from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
 from retrofox.training.log import Clock
-from retrofox.training.model import built, lower_frozen, starts_from, trained_config
+from retrofox.training.model import built, lower_frozen, trained_config
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import set_trainable
@@ -65,7 +65,7 @@ def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -
         set_trainable(model, stage, adapters=recipe.lora is not None)
         if recipe.lora is not None:
             lower_frozen(model, PRECISIONS[recipe.precision])
-        source = starts_from(recipe.model, recipe.fox)
+        source = Path(recipe.model) if recipe.fox is None else None  # None: a conversion that is yet to be made
         if needs_teacher(stage, recipe.stages, recipe.lora is not None, source):
             teacher = built(config)
     return measure_steps(recipe, stage, model, device, teacher, before=before)

@@ -58,11 +58,6 @@ def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
     return model if lora is None else add_adapters(model, lora, base)
 
 
-def starts_from(model: str, fox: FoxSpec | None) -> Path | None:
-    """The checkpoint that training starts from; None: a conversion that is yet to be made."""
-    return Path(model) if fox is None else None
-
-
 def resolve_source(model: str, out: Path, fox: FoxSpec | None, data: DataConfig, state: PartialState) -> Path:
     """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there."""
     if fox is None:

@@ -34,7 +34,7 @@ from retrofox.parallel.shards import check_length
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import choose_cross_entropy
-from retrofox.training.model import built, set_attention, starts_from, trained_config
+from retrofox.training.model import built, set_attention, trained_config
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import batches_of, refuse_mingling
@@ -161,7 +161,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     """Raises ValueError for a stage that this model, or this machine, can't run."""
     with torch.device("meta"):
         model = built(config, recipe.lora, recipe.model)
-    source = starts_from(recipe.model, recipe.fox)
+    source = Path(recipe.model) if recipe.fox is None else None  # None: a conversion that is yet to be made
     set_attention(model, recipe.attention, recipe.stages)
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)
