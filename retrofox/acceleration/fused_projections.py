@@ -176,13 +176,17 @@ def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any)
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     if type(layer) is not FixedLayer or module.mode != "fox" or module.projects or gates is None:
         return None
-    if gates.weight is None or gates.bounds is not None or gates.record or not untouched(gates):
+    if gates.weight is None or gates.record or not untouched(gates):
+        return None
+    bounds = None if gates.bounds is None else gates.derived.get(hidden_states.device)
+    if gates.bounds is not None and bounds is None:
         return None
     if not appends_step(layer._buffers, hidden_states, gates.weight, gates.bias):
         return None
     q, k, v = (linear(hidden_states).contiguous() for linear in (module.q_proj, module.k_proj, module.v_proj))
     given = (hidden_states, q, k, v, gates.weight, gates.bias, *cos_sin)
-    return Projections(module, hidden_states, append_step(layer._buffers, layer.length.on_device, *given), k, v, None)
+    turned = append_step(layer._buffers, layer.length.on_device, *given, bounds=bounds)
+    return Projections(module, hidden_states, turned, k, v, None)
 
 
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:

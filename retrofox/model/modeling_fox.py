@@ -360,16 +360,17 @@ class RotaryFade(nn.Module):
             return cos.new_ones(1).expand_as(cos), sin.new_zeros(1).expand_as(sin)
         if cos.device not in self.derived:
             pair = torch.tensor(self.channel_pair, device=cos.device)
-            self.derived[cos.device] = torch.tensor(self.fade, device=cos.device)[pair], pair
-        fade, pair = self.derived[cos.device]
+            fade = torch.tensor(self.fade, device=cos.device)[pair]
+            self.derived[cos.device] = fade, pair, (fade > 0.0) & (fade < 1.0), fade == 0.0
+        fade, pair, part, gone = self.derived[cos.device]
         inv_freq, scaling = layer_frequencies(self._rotary[0], self.layer_type)
         if any(0.0 < f < 1.0 for f in self.fade):
             assert position_ids is not None, "every supported decoder layer passes them on"
-            part = (fade > 0.0) & (fade < 1.0)
             angle = position_ids[..., None].float() * (inv_freq.to(cos.device).float()[pair] * fade)
             cos = torch.where(part, (angle.cos() * scaling).to(cos.dtype), cos)
             sin = torch.where(part, (angle.sin() * scaling).to(sin.dtype), sin)
-        gone = fade == 0.0
+        if 0.0 not in self.fade:
+            return cos, sin
         return cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
 
 

@@ -157,36 +157,32 @@ def check_append(device: str) -> None:
 
 @torch.no_grad()
 def check_append_step(device: str) -> None:
-    """One kernel leaves the bits of four: gates, their copies for query heads, turned queries and keys, the append."""
+    """One kernel leaves the bits of five: gates, bounds, copies for query heads, turned queries and keys, append."""
+    dtypes = [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")
     for n in range(STEPS):
         draw = random.Random(n)
         torch.manual_seed(n)
-        B, T, D, Hkv, group = (
-            draw.choice([1, 3]),
-            draw.choice([1, 1, 4]),
-            *(draw.choice(x) for x in ([2, 24, 64, 80, 256], [1, 3], [1, 2, 8])),
-        )
+        B, T, D = draw.choice([1, 3]), draw.choice([1, 1, 4]), draw.choice([2, 24, 64, 80, 256])
+        Hkv, group = draw.choice([1, 3]), draw.choice([1, 2, 8])
         H, gates = Hkv * group, draw.choice([Hkv, Hkv * group])
         K, VW, P = draw.choice([32, 576, 1500, 4096]), draw.choice([D, D, 16]), draw.choice([0, 1, D // 2, D // 2])
-        dtype = draw.choice([torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu"))
+        dtype = draw.choice(dtypes)
         x, q, k, v = (torch.randn(B, T, w, device=device).to(dtype) for w in (K, H * D, Hkv * D, Hkv * VW))
         weight, bias = torch.randn(gates, K, device=device) / K**0.5, 9 * torch.randn(gates, device=device)
-        cos, sin = torch.randn(2, draw.choice([1, B]), T, P + 3, device=device).to(draw.choice([dtype, torch.float32]))[
-            ..., :P
-        ]
+        bounds = draw.choice([None, torch.rand(gates, device=device)])
+        cos, sin = torch.randn(2, draw.choice([1, B]), T, P + 3, device=device).to(draw.choice(dtypes))[..., :P]
         rooms = [torch.randn(B, Hkv, 70, w, device=device).to(dtype) for w in (D, VW)]
         rooms.append(torch.randn(B, 2 * H, 70, 1, device=device))
-        wanted, length = (
-            [y.clone() for y in rooms],
-            torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device),
-        )
+        length = torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device)
+        wanted = [y.clone() for y in rooms]
         assert append.appends_step(rooms, x, weight, bias)
-        ours = append.append_step(rooms, length, x, q, k, v, weight, bias, cos, sin)
+        ours = append.append_step(rooms, length, x, q, k, v, weight, bias, cos, sin, bounds)
         heads = [y.unflatten(-1, (-1, w)).transpose(1, 2) for y, w in ((q, D), (k, D), (v, VW))]
         if P:
             heads[:2] = rotary(*heads[:2], cos, sin)
-        log_f = elementwise.gate_rows(x, weight, bias).repeat_interleave(H // gates, -1)
-        append.append(wanted, length, *heads[1:], log_f)
+        log_f = elementwise.gate_rows(x, weight, bias)
+        log_f = log_f if bounds is None else log_f - bounds
+        append.append(wanted, length, *heads[1:], log_f.repeat_interleave(H // gates, -1))
         assert torch.equal(ours, heads[0].transpose(1, 2).flatten(2))
         assert all(map(torch.equal, rooms, wanted)), n
         assert (ours is q) == (P == 0)

@@ -55,7 +55,8 @@ def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int) -> None:
     weight, angles = torch.empty(9 // heads_per_gate, K), torch.empty(2, 2, 1, pairs, dtype=torch.bfloat16)
     x, q, k = (torch.empty(2, 1, width, dtype=torch.bfloat16) for width in (K, 9 * D, 3 * D))
     length = torch.zeros(1, dtype=torch.int32)
-    append.append_step(rooms, length, x, q, k, k, weight, weight[:, 0].contiguous(), *angles)
+    bias = weight[:, 0].contiguous()
+    append.append_step(rooms, length, x, q, k, k, weight, bias, *angles, bias if pairs else None)
 
 
 @torch.no_grad()

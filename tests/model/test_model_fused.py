@@ -70,7 +70,7 @@ STEPS: dict[str, tuple[str, dict, dict, dict[str, int], dict[str, int]]] = {
     "biases": ("qwen2", {}, KV, IN_ONE, {"mm": 4, "addmm": 3}),
     "window": ("mistral", {"sliding_window": 9}, {"rope": "keep"}, IN_ONE, {"mm": 7}),
     "no rope": ("llama", {}, {"rope": "drop", "sink_tokens": 2}, IN_ONE, {"mm": 7}),
-    "bounded gates": ("llama", {}, {**PARTIAL, "max_half_life": 8}, APART, {"mm": 7, "sub": 1}),
+    "bounded gates": ("llama", {}, {**PARTIAL, "max_half_life": 8}, IN_ONE, {"mm": 7}),
     "own norms": ("qwen3", {}, PARTIAL, APART | {"add_norm": 4}, {"mm": 7}),
 }
 

@@ -57,7 +57,7 @@ class Gate(NamedTuple):
 
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k, v, log_f, keys, values, sums, length_ptr, turned, gate, strides, length, room, T, H, floor,
+    k, v, log_f, keys, values, sums, length_ptr, turned, gate, bounds, strides, length, room, T, H, floor,
     GROUP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -81,6 +81,8 @@ def append_kernel(
             which = h // gate.heads
             new = log_sigmoid(logit(gate.x + row * gate.K, gate.weight + which.to(tl.int64) * gate.K, gate.K, BLOCK)
                               + tl.load(gate.bias + which))  # fmt: skip
+            if bounds is not None:
+                new -= tl.load(bounds + which)
         c += clamped(new, floor) * LOG2E
         rounded = c.to(tl.float32)
         tl.store(hi + t, rounded)
@@ -116,10 +118,12 @@ def append(rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_
     an int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
     What code saved beside a checkpoint may give behind these (a bound on the keys' norms) is of no use any more.
     """
-    _launch(rooms, length, k, v, log_f, None, None, warps=1)
+    _launch(rooms, length, k, v, log_f)
 
 
-def _launch(rooms, length, k, v, log_f, turned: Turn | None, gate: Gate | None, warps: int) -> None:
+def _launch(
+    rooms, length, k, v, log_f, turned: Turn | None = None, gate: Gate | None = None, bounds=None, warps=1
+) -> None:
     (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], rooms[2].shape[1] // 2
     keys, values, sums = rooms
     length, at = (0, length) if isinstance(length, Tensor) else (length, None)
@@ -127,8 +131,8 @@ def _launch(rooms, length, k, v, log_f, turned: Turn | None, gate: Gate | None, 
     with torch.cuda.device_of(k):
         launch(
             append_kernel, (B * H,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
-            turned=turned, gate=gate, strides=strides, length=length, room=keys.shape[2], T=T, H=H, floor=LOG_F_MIN,
-            GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
+            turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, room=keys.shape[2], T=T, H=H,
+            floor=LOG_F_MIN, GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
             BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
         )  # fmt: skip
 
@@ -141,13 +145,14 @@ def appends_step(rooms: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -
 
 def append_step(
     rooms: list[Tensor], length: Tensor, x: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor,
-    cos: Tensor, sin: Tensor,
+    cos: Tensor, sin: Tensor, bounds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Append T tokens with keys turned, and log f = log sigmoid(W x + b) for gates; return the queries, turned.
+    """Append T tokens with keys turned, and log f = log sigmoid(W x + b) - bounds; return the queries, turned.
 
     x (B, T, K) entered the layer, whose projections are q (B, T, H D), k (B, T, Hkv D) and v (B, T, Hkv VW), contiguous
-    and of its dtype; weight (gates, K), bias (gates,): a gate for one query head or several. cos, sin (B or 1, T, P):
-    as in `layer.rotary`, with P = 0 nothing turns. rooms and length: see `append`. Only where `appends_step` is True.
+    and of its dtype; weight (gates, K), bias and bounds (gates,) float32: a gate for one query head or several. cos,
+    sin (B or 1, T, P): as in `layer.rotary`, with P = 0 nothing turns. rooms and length: see `append`. Only where
+    `appends_step` returns True.
     """
     B, T, K = x.shape
     Hkv, H = rooms[0].shape[1], rooms[2].shape[1] // 2
@@ -159,5 +164,6 @@ def append_step(
             cos, sin = cos.contiguous(), sin.contiguous()
         turned = Turn(q, out, cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.shape[-1])
     k, v = (y.view(B, T, Hkv, -1).transpose(1, 2) for y in (k, v))
-    _launch(rooms, length, k, v, None, turned, Gate(x, weight, bias, K, H // len(weight)), warps=4)
+    gate = Gate(x, weight, bias, K, H // len(weight))
+    _launch(rooms, length, k, v, None, turned, gate, bounds, warps=4)
     return out
