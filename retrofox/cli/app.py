@@ -15,7 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipes, use
 from retrofox.cli.convert import convert
-from retrofox.support.launches import processes
+from retrofox.support.launches import processes, wait_to_be_ended
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,9 +115,14 @@ def main() -> None:
             # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         app()
+    except RuntimeError:
+        wait_to_be_ended()
+        raise
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            wait_to_be_ended()
         text = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and error.filename:  # without "[Errno 2]"
             text = f"{error.filename}: {error.strerror}"

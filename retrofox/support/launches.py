@@ -1,8 +1,13 @@
-"""How many processes were launched together, and what they split."""
+"""How many processes were launched together, and which of them says why they end."""
 
 from __future__ import annotations
 
 import os
+import time
+
+PATIENCE = 5.0
+"""Seconds in which a failed process ends, which may have to close a GPU, and torchrun, which looks ten times a second,
+ends the others."""
 
 
 def processes() -> int:
@@ -18,3 +23,13 @@ def shards_weights(*by: str) -> bool:
     """
     names = by or ("FSDP", "DEEPSPEED")
     return any(os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in names)
+
+
+def wait_to_be_ended() -> None:
+    """Gives torchrun the time to end this process where another has failed before; returns where it does not.
+
+    Called before an error is told. All processes refuse a recipe alike, and those that wait for one that has refused
+    lose its connection: one text is enough. What only this process knows is told afterwards.
+    """
+    if processes() > 1:
+        time.sleep(PATIENCE)
