@@ -100,6 +100,7 @@ def load(work: Path) -> ctypes.CDLL:
 
 def compare(driver: ctypes.CDLL) -> dict:
     """Launch a kernel of each kind twice, the second time by ours, and then by Triton's own way."""
+    from fox_kernels.decoding.append import append_step
     from fox_kernels.hopper import forward as hopper
     from fox_kernels.host.launch import Runner
     from fox_kernels.options import Options
@@ -132,9 +133,14 @@ def compare(driver: ctypes.CDLL) -> dict:
     plain.describable = lambda *_: True
     q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
     c = torch.rand(1, 2, 300), torch.rand(1, 2, 300)
+    x, length = torch.randn(1, 1, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    rooms = [*torch.zeros(2, 1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 64, 1)]
+    weight, bias = torch.nn.Parameter(torch.randn(2, 128)), torch.nn.Parameter(torch.randn(2))
     for _ in range(2):
         hopper.launch_forward(q, k, v, *c, Options(0.125))
         plain.launch_forward(q, k, v, *c, Options(0.125), tile=Tile(64, 64, 4, 2, Copies.OWN))
+        with torch.no_grad():
+            append_step(rooms, length, x, x, x, x, weight, bias, x[..., :32], x[..., 32:64])
     return launched
 
 

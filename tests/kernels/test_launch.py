@@ -85,7 +85,7 @@ def test_a_direct_launch_passes_what_tritons_own_way_passes():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout)
-    assert set(kernels) == {"fox_forward", "relative_kernel", "forward_kernel"}
+    assert set(kernels) == {"fox_forward", "relative_kernel", "forward_kernel", "append_kernel"}
     assert all(found == [launch.KNOWN, True] for found in kernels.values())
 
 
