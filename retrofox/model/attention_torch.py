@@ -112,7 +112,7 @@ def forgetting_attention(
 
     def chunk(first: int, query: Tensor, key: Tensor, value: Tensor, high: Tensor, low: Tensor) -> Tensor:
         last = first + query.shape[2]
-        mask = visible_keys(torch.arange(first, last, device=q.device), last, start[:, first:last], window)
+        mask = visible_keys(torch.arange(first, last, device=q.device), last, start[:, first:last], window, sink)
         return masked_attention(
             query, key, value, (high, low), mask, scale=scale, sink=sink, softcap=softcap, horizon=horizon
         )
@@ -128,10 +128,11 @@ def forgetting_attention(
     return torch.cat(outputs, 1) if outputs else q[..., : v.shape[-1]]
 
 
-def visible_keys(queries: Tensor, num_keys: int, start: Tensor | None, window: int | None) -> Tensor:
-    """(B or 1, 1, T, S) bool: causal, within the window, from `start` (B, T or 1) on; queries (T,) are positions."""
+def visible_keys(
+    queries: Tensor, num_keys: int, start: Tensor | None, window: int | None, sink: int = 0
+) -> Tensor:  # fmt: skip
+    """(B or 1, 1, T, S) bool: causal, in the window or a sink, from `start` (B, T or 1) on; queries: (T,) positions."""
     keys = torch.arange(num_keys, device=queries.device)
-    mask = (keys <= queries[:, None])[None, None]
-    if window is not None:
-        mask = mask & (queries[:, None] - keys < window)
-    return mask if start is None else mask & (keys >= start[:, None, :, None])
+    first = 0 if start is None else start[:, None, :, None]
+    mask = (keys <= queries[:, None])[None, None] & (keys >= first)
+    return mask if window is None else mask & ((queries[:, None] - keys < window) | (keys < first + sink))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fox_kernels
 import pytest
 import torch
 from transformers import DynamicCache
@@ -158,3 +159,12 @@ def test_gradients_of_left_padding_are_zero_without_the_package(softcap):
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert gradient[:, :5].abs().sum() == 0
         assert gradient[:, 5:].isfinite().all()
+
+
+@pytest.mark.parametrize("horizon", [None, 2.0])
+def test_a_window_leaves_sinks_visible_without_the_kernels(horizon):
+    q, k, v = (torch.randn(2, 20, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 20, 2, generator=torch.Generator().manual_seed(3)))
+    options = {"window": 5, "sink": 2, "horizon": horizon}
+    expected = fox_kernels.forgetting_attention(q, k, v, log_f, backend="reference", **options)
+    torch.testing.assert_close(attention_torch.forgetting_attention(q, k, v, log_f, **options), expected)
