@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from retrofox.acceleration import cuda_graph_decoding
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
-from retrofox.acceleration.head_groups import grouped, partition
+from retrofox.acceleration.head_groups import packed, partition
 
 PAGE = 256
 """Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
@@ -36,7 +37,6 @@ class ForgettingLayer(DynamicLayer):
     """
 
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
-    options: Any = None  # of the latest call
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -146,7 +146,6 @@ class ForgettingLayer(DynamicLayer):
 
         Checks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
-        self.options = call.options
         horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
@@ -173,8 +172,11 @@ class ForgettingLayer(DynamicLayer):
         parts = partition(lengths)
         if sum(len(x) * (sink + lengths[x[0]]) for x in parts) > self.num_live * 15 // 16:
             return  # too little to move all the rest for
-        groups = grouped(parts, rows, lengths, firsts, numbers, sink, PAGE)
-        self._take(*groups, self.batch, hidden, horizon, begin)
+        parts = [sorted(x, key=lambda i: numbers[i]) for x in parts]
+        groups = [
+            packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink, PAGE) for x in parts
+        ]
+        self._take(groups, [[numbers[i] for i in x] for x in parts], self.batch, hidden, horizon, begin)
 
     def _rows(self, group: GrowingLayer) -> list[list[Tensor]]:
         """[keys (S, width), values (S, width), c (2 G, S)] of each row's kv heads."""
@@ -263,14 +265,10 @@ class ForgettingCache(DynamicCache):
     """The cache of a converted model with a horizon: it holds live keys only.
 
     `generate` makes one where `forgets` says so; elsewhere pass one as its cache.
-
-    Args:
-        captured: decode by a captured step (`pooled_cache`) where one can be captured. False: by transformers' loop.
     """
 
-    def __init__(self, captured: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.captured = captured
         self.layer_class_to_replicate = ForgettingLayer
 
     @property
@@ -307,6 +305,15 @@ def _alike(first: Tensor | None, other: Tensor | None) -> bool:
         some = other if first is None else first
         return some is None or not bool(some.any())
     return torch.equal(first, other)
+
+
+def forgets(model: Any) -> bool:
+    """Whether `generate` should make a ForgettingCache: the model has a horizon, and runs where no step is captured.
+
+    A captured step, too, reads live keys alone, from a full cache: it is faster and frees nothing.
+    """
+    fox = getattr(model.config, "fox", None) or {}
+    return fox.get("horizon") is not None and model.device.type not in cuda_graph_decoding.DEVICES
 
 
 def by_live_keys(call: Any, attend: Callable[[Any], Tensor]) -> Tensor:

@@ -44,13 +44,3 @@ def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink
         c[: len(c) // 2, :newest], c[len(c) // 2 :, :newest] = NEVER, 0
         c[:, newest:end] = sums[:, -length:]
     return GrowingLayer.holding(buffers, end)
-
-
-def grouped(
-    parts: list[list[int]], rows: list[list[Tensor]], lengths: list[int], firsts: list[int], numbers: list[int],
-    sink: int, spare: int,
-) -> tuple[list[GrowingLayer], list[list[int]]]:  # fmt: skip
-    """A `packed` layer of each part's rows, in the order of their numbers; the numbers of each."""
-    parts = [sorted(x, key=lambda i: numbers[i]) for x in parts]
-    layers = [packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink, spare) for x in parts]
-    return layers, [[numbers[i] for i in x] for x in parts]

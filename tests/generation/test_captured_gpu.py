@@ -10,9 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import retrofox
-from retrofox.acceleration import captured_step, pooled_cache
+from retrofox.acceleration import captured_step
 from retrofox.acceleration import cuda_graph_decoding as captured
-from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.model.modeling_fox import CACHE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -89,27 +88,6 @@ def test_the_whole_model_in_bfloat16(stir, monkeypatch, length):
             with torch.no_grad():
                 logits = model(torch.tensor([b[:first]], device="cuda")).logits[0, -1].float()
             assert abs(float(logits[a[first]] - logits[b[first]])) <= 0.02 * float(logits.abs().max())
-
-
-@pytest.mark.parametrize("length", [300, 1500])  # 300: nothing is forgotten before the first step
-@pytest.mark.parametrize("spec", ["horizon and sinks", "sinks, horizon, log n"])
-def test_a_cache_that_forgets(stir, monkeypatch, spec, length):
-    """The full cache's tokens, over pages that are freed and pools that grow, which are captured anew."""
-    monkeypatch.setattr(pooled_cache, "SPARE", 128)
-    model, ids, captures = made(stir, SPECS[spec]), tokens(3, length), []
-    capture = captured_step.Decoding._capture
-    monkeypatch.setattr(captured_step.Decoding, "_capture", lambda *given: (captures.append(None), capture(*given)))
-    options = OPTIONS | {"max_new_tokens": 700, "attention_mask": mask_of(ids)}
-    wanted = model.generate(ids, **options)
-    captures.clear()
-    cache = ForgettingCache(captured=True)
-    assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), wanted)
-    assert model.decoded_by == "a captured step"
-    assert 1 <= len(captures) <= 4
-    assert cache.num_live < 0.6 * 6 * 3 * 3 * (length + 700)
-    longer = torch.cat([wanted, tokens(3, 5)], 1)
-    options |= {"max_new_tokens": 40, "attention_mask": torch.nn.functional.pad(mask_of(ids), (0, 705), value=1)}
-    assert torch.equal(model.generate(longer, **{CACHE: cache}, **options), model.generate(longer, **options))
 
 
 def test_draws_are_the_same_and_leave_the_same_state(stir, monkeypatch):
