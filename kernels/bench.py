@@ -11,7 +11,6 @@ decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed d
 how: a contender compiles at its first call, which is not timed. Times are medians of CUDA events around the call,
 launches included, calls queued one after another with the L2 flushed between; eight rounds over all contenders of a
 shape, 2 to 30 calls each in turn, in a new order every round, so that clocks and power meet all alike.
-"queued" is the same with the GPU kept busy while the host launches.
 Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that. Pairs beyond a horizon count too, so that it
 shows as a higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
 `fox_kernels.reference` in float64 on the same inputs. SDPA's kernels know no gates.
@@ -59,14 +58,6 @@ class Results:
             part.replace(self.path)
 
 
-def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Results:
-    """Return where the results go, with what is known of the run so far."""
-    command = " ".join(["python kernels/bench.py", *arguments.given])
-    data = {"schema": 2, "command": command, "machine": machine, **ceilings}
-    data |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
-    return Results(Path(arguments.out) if arguments.out else None, data)
-
-
 def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     """Measure a plan in its order."""
     import torch
@@ -76,7 +67,10 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     torch.manual_seed(0)
     clock = Clock()
     top = ceilings(clock)
-    results = start(arguments, machine(), top)
+    command = " ".join(["python kernels/bench.py", *arguments.given])
+    data = {"schema": 2, "command": command, "machine": machine(), **top}
+    data |= {"rows": [], "decode": [], "errors": [], "skipped": [], "complete": False}
+    results = Results(Path(arguments.out) if arguments.out else None, data)
     print(json.dumps(results.data["machine"]), flush=True)
     print(f"matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gb_s']:.0f} GB/s", flush=True)
 

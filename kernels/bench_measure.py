@@ -12,7 +12,6 @@ from bench_contenders import decoding, tensors
 from bench_problems import OUTPUTS, Decode, Problem
 
 ROUNDS = 8  # over all contenders of a problem, in a new order each: clocks and the power limit meet all alike
-LAUNCHED_AHEAD = 24  # flushes of 0.1 ms each: longer than launching a step takes
 FLOPS = {"forward": 1.0, "backward": 2.5, "total": 3.5}  # in units of the forward's
 
 
@@ -52,12 +51,6 @@ class Clock:
         return statistics.median(self.sample(run, self.repeats(run)))
 
 
-def spread(samples: list[float]) -> float:
-    """Half the width of the middle half of the samples, relative to their median."""
-    quarters = statistics.quantiles(samples, n=4)
-    return (quarters[2] - quarters[0]) / 2 / statistics.median(samples)
-
-
 def set_up(name: str, setup: Callable, x: dict) -> dict:
     """Run a contender once, forward and backward, and return its calls to be timed and its peak memory.
 
@@ -85,15 +78,12 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
 
 
 def take_turns(ready: list[dict], clock: Clock) -> None:
-    """Time the calls of all contenders, a few each in turn, round after round; their steps once more while queued."""
+    """Time the calls of all contenders, a few each in turn, round after round."""
     for turn in range(ROUNDS):
         order = random.Random(turn).sample(ready, len(ready))
         for n in FLOPS:
             for entry in order:
                 entry["samples"][n] += clock.sample(entry["calls"][n], entry["repeats"][n])
-        for entry in order:
-            several = max(1, entry["repeats"]["total"] // 8)
-            entry["samples"]["queued"] += clock.sample(entry["calls"]["total"], several, flushes=LAUNCHED_AHEAD)
 
 
 def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[dict], list[tuple[str, str]]]:
@@ -104,7 +94,7 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
         try:
             entry = set_up(name, setup, x)
             entry["repeats"] = {n: clock.repeats(call) for n, call in entry["calls"].items()}
-            entry["samples"] = {n: [] for n in (*entry["calls"], "queued")}
+            entry["samples"] = {n: [] for n in entry["calls"]}
             ready.append(entry)
         except failures() as error:
             skipped.append((name, reason(error)))
@@ -112,14 +102,9 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
     rows = []
     for entry in ready:
         ms = {n: statistics.median(samples) for n, samples in entry["samples"].items()}
-        row = {
-            "contender": entry["name"],
-            **{f"{n}_ms": ms[n] for n in ms},
-            **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in FLOPS},
-            "peak_mb": entry["peak_mb"],
-            "spread": spread(entry["samples"]["total"]),
-        }
-        rows.append(row)
+        rates = {f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in FLOPS}
+        times = {f"{n}_ms": ms[n] for n in ms}
+        rows.append({"contender": entry["name"], **times, **rates, "peak_mb": entry["peak_mb"]})
     return rows, skipped
 
 
@@ -189,14 +174,9 @@ def machine() -> dict:
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split("\n")
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     values = next((line for line in lines if uuid in line), lines[0]).split(", ")[1:]
-    versions = {}
-    for name in ("torch", "triton", "fla-core"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    versions["cudnn"] = torch.backends.cudnn.version()
-    versions["cuda"] = torch.version.cuda
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    versions = {name: installed.get(name) for name in ("torch", "triton", "fla-core")}
+    versions |= {"cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda}
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"when": when, "versions": versions, **dict(zip(fields.split(","), values, strict=True))}
 

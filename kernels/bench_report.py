@@ -15,7 +15,7 @@ def row_line(row: dict) -> str:
     """Return one measurement of the table or the extras as a line."""
     return (
         f"{row['problem']:36} {row['contender']:26} {row['forward_tflops']:6.0f} {row['backward_tflops']:6.0f} "
-        f"{row['total_ms']:9.3f} ms (queued {row['queued_ms']:.3f}) {row['peak_mb']:7.0f} MB  +-{row['spread']:.1%}"
+        f"{row['total_ms']:9.3f} ms {row['peak_mb']:7.0f} MB"
     )
 
 
