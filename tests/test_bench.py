@@ -15,8 +15,6 @@ import bench
 import bench_measure
 from bench_problems import DECODE, TABLE, Decode, Problem, Task
 
-MACHINE = {"name": "GPU", "versions": {"torch": "2.11.0"}}
-
 
 def row(p: Problem | Decode, contender: str, total: float) -> dict:
     rates = dict.fromkeys(("forward_tflops", "backward_tflops", "peak_mb"), 1.0)
