@@ -1,6 +1,6 @@
 """Trains one arm and judges it by the protocol of docs/results.md, into a folder that retrofit_results.py collects.
 
-    python benchmarks/retrofit_arm.py RUNS/fox --recipe smollm2-fox.yaml --dev dev.jsonl.xz --haystack haystack.jsonl.xz
+    python benchmarks/retrofit_arm.py RUN --recipe smollm2-stretch.yaml --dev dev.jsonl.xz --haystack haystack.jsonl.xz
         [--tasks DIR] [--only needle-easy,eval] [--trials N] [a.b=value ...]
     python benchmarks/retrofit_arm.py RUNS/base --model BASE --dev ... --haystack ...
 

@@ -23,7 +23,7 @@ from retrofox.planning.hardware import here
 from retrofox.planning.plan import plan
 from retrofox.training.measure import check_here, measure_here
 
-RECIPES = ("smollm2-stretch", "smollm2-control", "smollm2-lora", "smollm2-fox", "smollm2-fox-pro")
+RECIPES = ("smollm2-stretch", "smollm2-control", "smollm2-lora", "smollm2-no-rope")
 ROOT = Path(__file__).parent.parent
 DATA = (f"data.train=[{ROOT / 'examples/data/train'}]", "data.eval=[]")  # a plan refuses without; never read here
 

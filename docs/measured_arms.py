@@ -62,10 +62,6 @@ LABELS = {
     "no-rope-self": "no RoPE, own text, own chat",
     "yarn8-taught": "RoPE stretched 8 times, no gates, taught",
     "drope-taught": "DroPE: no RoPE, no gates, taught",
-    "fox": "fox",
-    "fox-seed1": "fox, seed 1",
-    "fox-pro": "fox-pro",
-    "fox-pro-seed1": "fox-pro, seed 1",
 }
 Arm = dict[str, Any]
 

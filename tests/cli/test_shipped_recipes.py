@@ -66,6 +66,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
         assert "did you mean 'smollm2-stretch'?" in " ".join(err.split())
     with pytest.raises(
         FileNotFoundError,
-        match=r"or one of .*smollm2-control, smollm2-fox-base, smollm2-fox-paper",
+        match=r"or one of .*smollm2-control, smollm2-fox-paper, smollm2-lora",
     ):
         named("nothing of the kind at all")
