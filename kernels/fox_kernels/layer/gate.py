@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import cdiv, launch, power_of_2
+from .differentiable import Pass, differentiable
 from .support import require
 
 SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
@@ -134,56 +135,20 @@ def _backward(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     return dx, dw.sum(0), db.sum(0)
 
 
-@torch.library.custom_op("fox_kernels::gate", mutates_args=())
-def gate_operator(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(x):
-        return gate_and_logit(x, weight, bias)
-
-
-@gate_operator.register_fake
-def _(x, weight, bias):
-    return tuple(x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32) for _ in range(2))
-
-
-@torch.library.custom_op("fox_kernels::gate_backward", mutates_args=())
-def gate_backward_operator(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(x):
-        return _backward(dlog_f, z, x, weight)
-
-
-@gate_backward_operator.register_fake
-def _(dlog_f, z, x, weight):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, _ = inputs
-    ctx.save_for_backward(output[1], x, weight)
-    ctx.set_materialize_grads(False)
-
-
-def _operator_backward(ctx, dlog_f, _):
-    if dlog_f is None:
-        return None, None, None
-    return gate_backward_operator(dlog_f, *ctx.saved_tensors)
-
-
-gate_operator.register_autograd(_operator_backward, setup_context=_setup_context)
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        with torch.cuda.device_of(x):
-            log_f, z = gate_and_logit(x, weight, bias)
-        ctx.save_for_backward(z, x, weight)
-        return log_f
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dlog_f):
-        with torch.cuda.device_of(dlog_f):
-            return _backward(dlog_f, *ctx.saved_tensors)
+_gate = differentiable(
+    "gate",
+    Pass(
+        gate_and_logit, "(Tensor x, Tensor weight, Tensor bias) -> (Tensor, Tensor)",
+        lambda x, weight, bias: tuple(x.new_empty(x.shape[0], len(weight), dtype=torch.float32) for _ in range(2)),
+    ),
+    Pass(
+        _backward, "(Tensor dlog_f, Tensor z, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)",
+        lambda dlog_f, z, x, weight: (
+            x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
+        ),
+    ),
+    lambda inputs, output: ((output[1], *inputs[:2]), ()),
+)  # fmt: skip
 
 
 def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -206,5 +171,4 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     flat = x.reshape(-1, K)
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    log_f = gate_operator(flat, weight, bias)[0] if torch.compiler.is_compiling() else _Gate.apply(flat, weight, bias)
-    return log_f.view(*x.shape[:-1], H)  # type: ignore[union-attr]
+    return _gate(flat, weight, bias)[0].view(*x.shape[:-1], H)

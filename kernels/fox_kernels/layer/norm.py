@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import launch, power_of_2
+from .differentiable import Pass, differentiable
 from .support import require
 
 SPLITS = 128  # parts of the tokens whose sums for the gain's gradient are formed side by side
@@ -102,6 +103,7 @@ def _forward(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -
 def _backward(dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float):
     """Return dx (N, H, D), dgain (H, D) or None, dlogit (N, H D) or None."""
     N, H, D = x.shape
+    dy = _flat(dy, D)
     dx = torch.empty(N, H, D, dtype=x.dtype, device=x.device)
     dlogit = None if logit is None else torch.empty(N, H * D, dtype=logit.dtype, device=x.device)
     if not dx.numel():
@@ -117,60 +119,20 @@ def _backward(dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, 
     return dx, None if dgain is None else dgain.sum(0), dlogit
 
 
-@torch.library.custom_op("fox_kernels::head_norm", mutates_args=())
-def head_norm_operator(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -> Tensor:
-    with torch.cuda.device_of(x):
-        return _forward(x, gain, logit, eps)
+INPUTS = "Tensor x, Tensor? gain, Tensor? logit, float eps"
 
 
-@head_norm_operator.register_fake
-def _(x, gain, logit, eps):
-    return x.new_empty(x.shape)
+def _like(dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    """Return what `_backward` returns, unwritten, as operators do: empty where there is nothing."""
+    return x.new_empty(x.shape), *(x.new_empty(0) if y is None else y.new_empty(y.shape) for y in (gain, logit))
 
 
-@torch.library.custom_op("fox_kernels::head_norm_backward", mutates_args=())
-def head_norm_backward_operator(
-    dy: Tensor, x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(x):
-        dx, dgain, dlogit = _backward(_flat(dy, x.shape[-1]), x, gain, logit, eps)
-    return dx, x.new_empty(0) if dgain is None else dgain, x.new_empty(0) if dlogit is None else dlogit
-
-
-@head_norm_backward_operator.register_fake
-def _(dy, x, gain, logit, eps):
-    dgain = x.new_empty(0) if gain is None else gain.new_empty(gain.shape)
-    return x.new_empty(x.shape), dgain, x.new_empty(0) if logit is None else logit.new_empty(logit.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-    ctx.eps = inputs[3]
-
-
-def _operator_backward(ctx, dy):
-    x, gain, logit = ctx.saved_tensors
-    dx, dgain, dlogit = head_norm_backward_operator(dy, x, gain, logit, ctx.eps)
-    return dx, None if gain is None else dgain, None if logit is None else dlogit, None
-
-
-head_norm_operator.register_autograd(_operator_backward, setup_context=_setup_context)
-
-
-class _HeadNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, gain, logit, eps):
-        ctx.save_for_backward(x, gain, logit)
-        ctx.eps = eps
-        with torch.cuda.device_of(x):
-            return _forward(x, gain, logit, eps)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, gain, logit = ctx.saved_tensors
-        with torch.cuda.device_of(x):
-            return *_backward(_flat(dy, x.shape[-1]), x, gain, logit, ctx.eps), None
+_head_norm = differentiable(
+    "head_norm",
+    Pass(_forward, f"({INPUTS}) -> Tensor", lambda x, *_: x.new_empty(x.shape)),
+    Pass(_backward, f"(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor)", _like),
+    lambda inputs, output: (inputs[:3], inputs[3:]),
+)
 
 
 def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float = 1e-6) -> Tensor:
@@ -194,5 +156,4 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
     logit = None if logit is None else logit.reshape(-1, H * D)
     logit = logit if logit is None or logit.stride(-1) == 1 else logit.contiguous()
     gain = None if gain is None else gain.contiguous()
-    function = head_norm_operator if torch.compiler.is_compiling() else _HeadNorm.apply
-    return function(flat, gain, logit, eps).view(x.shape)  # type: ignore[union-attr]
+    return _head_norm(flat, gain, logit, eps).view(x.shape)

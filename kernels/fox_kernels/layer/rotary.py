@@ -5,16 +5,17 @@
     out       = x                                      for the pairs P..D/2
 
 The P pairs that turn come first: the fastest, which a partial RoPE keeps. Products are summed in float32 and rounded
-once, where torch's expression rounds three times. Under torch.compile this is the operator `fox_kernels::rotary`;
-without, the same kernel is called by a plain autograd function, which costs the host a third of an operator's time.
+once, where torch's expression rounds three times.
 """
 
-import torch
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import launch, power_of_2
+from .differentiable import Pass, differentiable
 from .support import require
 
 
@@ -62,13 +63,18 @@ def rotary_kernel(
         turn(k_ptr + t * k_strides[2] + p[None, :], ok_ptr + t * (Hkv * pairs * 2) + p[None, :], cos, sin, pairs, here)
 
 
+def _like(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    """Return q and k (B, H, T, D) unwritten, laid out as (B, T, H, D)."""
+    (B, H, T, D), Hkv = q.shape, k.shape[1]
+    return tuple(x.new_empty(B, T, heads, D).transpose(1, 2) for x, heads in ((q, H), (k, Hkv)))
+
+
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     (B, H, T, D), Hkv = q.shape, k.shape[1]
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     if sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    oq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    ok = torch.empty(B, T, Hkv, D, dtype=k.dtype, device=k.device).transpose(1, 2)
+    oq, ok = _like(q, k)
     if q.numel() and k.numel():
         block = tokens_per_program(D // 2)
         grid = (B * -(-T // block) * (H + Hkv),)
@@ -79,44 +85,13 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     return oq, ok
 
 
-@torch.library.custom_op("fox_kernels::rotary", mutates_args=())
-def rotary_operator(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(q):
-        return _launch(q, k, cos, sin, inverse)
-
-
-@rotary_operator.register_fake
-def _(q, k, cos, sin, inverse):
-    def like(x):
-        B, H, T, D = x.shape
-        return x.new_empty(B, T, H, D).transpose(1, 2)
-
-    return like(q), like(k)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[2:4])
-    ctx.inverse = inputs[4]
-
-
-def _backward(ctx, dq, dk):
-    return *rotary_operator(dq, dk, *ctx.saved_tensors, not ctx.inverse), None, None, None
-
-
-rotary_operator.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Turn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, inverse):
-        ctx.save_for_backward(cos, sin)
-        ctx.inverse = inverse
-        with torch.cuda.device_of(q):
-            return _launch(q, k, cos, sin, inverse)
-
-    @staticmethod
-    def backward(ctx, dq, dk):
-        return *_Turn.apply(dq, dk, *ctx.saved_tensors, not ctx.inverse), None, None, None
+_rotary = differentiable(
+    "rotary",
+    Pass(partial(_launch, inverse=False), "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", _like),
+    Pass(partial(_launch, inverse=True), "(Tensor dq, Tensor dk, Tensor cos, Tensor sin) -> (Tensor, Tensor)", _like),
+    lambda inputs, output: (inputs[2:], ()),
+    outputs=2,
+)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +115,4 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     if cos.shape[-1] > D // 2:
         raise ValueError(f"only {D // 2} pairs can turn at head dim {D}, got cos and sin for {cos.shape[-1]}")
     require(q)
-    if torch.compiler.is_compiling():
-        return rotary_operator(q, k, cos, sin, False)
-    return _Turn.apply(q, k, cos, sin, False)  # type: ignore[return-value]
+    return _rotary(q, k, cos, sin)

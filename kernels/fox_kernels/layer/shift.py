@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..common.groups import Strides
 from ..host.launch import launch, power_of_2
+from .differentiable import Pass, differentiable
 from .norm import rows_per_program
 from .support import require
 
@@ -83,49 +84,15 @@ def _backward(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
     return dx, damount
 
 
-@torch.library.custom_op("fox_kernels::shift", mutates_args=())
-def shift_operator(x: Tensor, amount: Tensor) -> Tensor:
-    with torch.cuda.device_of(x):
-        return _forward(x, amount)
-
-
-@shift_operator.register_fake
-def _(x, amount):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("fox_kernels::shift_backward", mutates_args=())
-def shift_backward_operator(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(x):
-        return _backward(dy, x, amount)
-
-
-@shift_backward_operator.register_fake
-def _(dy, x, amount):
-    return x.new_empty(x.shape), amount.new_empty(amount.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-shift_operator.register_autograd(
-    lambda ctx, dy: shift_backward_operator(dy, *ctx.saved_tensors), setup_context=_setup_context
-)
-
-
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, amount):
-        ctx.save_for_backward(x, amount)
-        with torch.cuda.device_of(x):
-            return _forward(x, amount)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        with torch.cuda.device_of(dy):
-            return _backward(dy, *ctx.saved_tensors)
+_shift = differentiable(
+    "shift",
+    Pass(_forward, "(Tensor x, Tensor amount) -> Tensor", lambda x, amount: x.new_empty(x.shape)),
+    Pass(
+        _backward, "(Tensor dy, Tensor x, Tensor amount) -> (Tensor, Tensor)",
+        lambda dy, x, amount: (x.new_empty(x.shape), amount.new_empty(amount.shape)),
+    ),
+    lambda inputs, output: (inputs, ()),
+)  # fmt: skip
 
 
 def shift(x: Tensor, amount: Tensor) -> Tensor:
@@ -142,5 +109,4 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
         raise ValueError(f"x must be (B, T, H, D), got {tuple(x.shape)}")
     require(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    amount = amount.contiguous()
-    return shift_operator(x, amount) if torch.compiler.is_compiling() else _Shift.apply(x, amount)  # type: ignore[return-value]
+    return _shift(x, amount.contiguous())
