@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from retrofox.cli.options import require_there
 from retrofox.cli.spec_options import spec_of, with_spec_options
 from retrofox.support.interruptions import Interruptions
 
@@ -58,6 +59,8 @@ def convert(
 
     refuse_existing(out)
     files = [str(file) for file in texts or []]
+    if revision is None:
+        require_there([source], files)
     if dry_run:
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report

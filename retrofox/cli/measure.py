@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TextField, count, task_names
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TextField, count, require_there, task_names
 from retrofox.support.counts import ALLOWED
 
 
@@ -49,6 +49,7 @@ def evaluate(
     names = task_names(tasks)
     if not data and not names:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
+    require_there([model, *(against or ())], data or ())
     from retrofox.evaluation.evaluate import evaluate as run
 
     options: dict[str, Any] = {"length": length, "windows": windows or None, "min_tokens": min_tokens}
@@ -102,6 +103,7 @@ def needle(
         ) from None
     if unknown := [name for name in mode or () if name not in ("easy", "standard")]:
         raise ValueError(f"mode must be one of easy, standard; got {unknown[0]!r}")
+    require_there([model, *(against or ())], data)
     from retrofox.evaluation.needle import needle as run
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
@@ -126,6 +128,7 @@ def inspect(
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """
+    require_there([model], data or ())
     from retrofox.evaluation.gates import inspect as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "horizon": horizon, "out": out}
@@ -163,6 +166,10 @@ def panel(
 
         retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 200 --out panel
     """
+    from retrofox.evaluation.panel_texts import choose_kinds
+
+    require_there([model, against])
+    choose_kinds(data or ())  # refuses what is not there
     from retrofox.evaluation.panel import panel as run
 
     options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat}
@@ -203,6 +210,7 @@ def report(
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
     names = task_names(tasks)
+    require_there([model, *(against or ())], data or ())
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}

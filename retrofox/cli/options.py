@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -38,6 +39,16 @@ RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
+
+
+def require_there(models: Sequence[str], texts: Sequence[str] = ()) -> None:
+    """Refuses models and texts that are not there, before seconds go by in importing torch."""
+    from retrofox.data.windows import require_files
+    from retrofox.loading.source import holds_converted
+
+    for model in models:
+        holds_converted(model)
+    require_files(texts)
 
 
 def task_names(tasks: str | None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, count
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, count, require_there
 from retrofox.generation.sampling import check_sampling
 from retrofox.support.files import text_of
 
@@ -45,6 +45,7 @@ def generate(
     """Continues a prompt and streams the text."""
     prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
     check_sampling(prompts, max_new_tokens, temperature, top_p, seed, cache)
+    require_there([model])
     from retrofox.generation.generate import generate as run
 
     result = run(
@@ -85,6 +86,7 @@ def chat(
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
     check_sampling([system or ""], max_new_tokens, temperature, 1.0 if top_p is None else top_p, seed)
+    require_there([model])
     from retrofox.generation.chat import chat as run
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}

@@ -160,6 +160,11 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
         "recipes cp smollm2-lora absent/x/y.yaml": "error: absent/x/y.yaml: No such file or directory",
         "train absent.yaml": "absent.yaml",
+        "convert ./absent out": "./absent: no such directory",
+        "eval {base} --against ./absent --data {r}": "./absent: no such directory",
+        "inspect {base} --data absent.txt": "no data at absent.txt",
+        "panel {base} --against {base} --data verse=absent": "no data at absent",
+        "generate ./absent hi": "./absent: no such directory",
     }
     code = """
 import shlex, sys, retrofox.cli.app as app
@@ -209,10 +214,10 @@ def test_config_schema_is_json_schema(run):
     assert "stages" in json.loads(out)["properties"]
 
 
-def test_tasks_may_have_spaces_between(run, monkeypatch):
+def test_tasks_may_have_spaces_between(run, source, monkeypatch):
     asked = {}
     monkeypatch.setattr("retrofox.evaluation.evaluate.evaluate", lambda model, **options: asked.update(options))
-    assert run("eval", "an/MODEL", "--tasks", "arc_easy, piqa ,")[0] == 0
+    assert run("eval", source, "--tasks", "arc_easy, piqa ,")[0] == 0
     assert asked["tasks"] == ["arc_easy", "piqa"]
 
 

@@ -44,7 +44,9 @@ def test_every_option_is_handed_on(run, monkeypatch, tmp_path, words, function, 
     monkeypatch.chdir(tmp_path)
     for name in "xy":
         Path(name).write_text("text")
-    Path("i").mkdir()
+    for name in ("i", "me/m", "me/b", "me/c"):
+        Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text("{}")
     calls = []
     monkeypatch.setattr(function, lambda *positional, **named: calls.append((positional, named)))
     assert run(*words.split())[0] == 0
