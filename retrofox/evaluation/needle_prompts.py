@@ -7,6 +7,7 @@ that can look back finds it without understanding an instruction.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from retrofox.data.windows import documents
 from retrofox.evaluation.token_scores import Scored
 
+logger = logging.getLogger(__name__)
 LEAST_TOKENS = 1 << 21
 """Reading stops here, or at eight times the longest prompt: more than enough for different stretches."""
 MODES: tuple[str, ...] = ("easy", "standard")
@@ -100,6 +102,8 @@ def read_haystack(tokenizer: Any, data: Sequence[str], longest: int, text_field:
     if not tokens:
         raise ValueError(f"no text in {', '.join(data)}")
     hay = np.concatenate(pieces)
+    if len(hay) < longest:
+        logger.warning("prompts of %s tokens repeat the texts, which have %s: give longer ones", longest, len(hay))
     return Haystack(tokenizer, np.tile(hay, -(-2 * longest // len(hay))) if len(hay) < 2 * longest else hay)
 
 

@@ -159,7 +159,8 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     roles = sorted({role_of(name) for name in names})
     say(
         state,
-        f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
+        f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}, "
+        f"{steps * batch_tokens / stage.sequence_length / len(data.dataset):.2g} epochs; "
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
         + (

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrofox.evaluation.needle_prompts import MODES, EncodedTask, Haystack, Prompt, Task, make_prompts, make_task
+from retrofox.evaluation.needle_prompts import (
+    MODES,
+    EncodedTask,
+    Haystack,
+    Prompt,
+    Task,
+    make_prompts,
+    make_task,
+    read_haystack,
+)
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
 LENGTH = 1200
@@ -21,6 +30,14 @@ def hay(pico_tokenizer) -> Haystack:
     words = ("".join(draw.choice(x) for x in ("bdfgk", "aeiou", "lmnrst", "aeiou")) for _ in range(400))
     text = "".join(f"{SENTENCES}The {word} slept. " for word in words)
     return Haystack(pico_tokenizer, np.array(pico_tokenizer(text)["input_ids"], np.int32))
+
+
+def test_a_text_shorter_than_a_prompt_is_repeated_and_said_to_be(pico_tokenizer, tmp_path, caplog):
+    (tmp_path / "short.txt").write_text(SENTENCES)
+    read_haystack(pico_tokenizer, [str(tmp_path / "short.txt")], 8, "text")
+    assert not caplog.text
+    assert len(read_haystack(pico_tokenizer, [str(tmp_path / "short.txt")], LENGTH, "text").token_ids) >= 2 * LENGTH
+    assert f"prompts of {LENGTH} tokens repeat the texts" in caplog.text
 
 
 def text_of(hay: Haystack, prompt: Prompt) -> str:

@@ -60,7 +60,9 @@ def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
     wanted = {"loss", "tokens", "tokens_per_second", "memory_gb", "eta_seconds", "grad_norm", "half_life_mean"}
     wanted |= {"half_life_p10", "half_life_p90", "gates_dead"}
     assert wanted <= set(log[0])
-    assert "tok/s" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "tok/s" in told
+    assert " at 64, 0.14 epochs; " in told
     stage = result["stages"][0]
     assert stage["eval_after"] < stage["eval_before"]
     model = retrofox.load(result["model"])
