@@ -76,7 +76,8 @@ def test_keys_and_values_are_neither_repeated_nor_copied(backend):
 @pytest.mark.parametrize("horizon", [None, 8.0])
 @pytest.mark.parametrize("backend", ["triton", gluon])
 def test_more_than_65535_blocks(backend, horizon):
-    check_rows([0, 1, 17000, 35000], 35001, 70, 2, 1, 64, backend=backend, horizon=horizon)
+    rows = range(0, 35001, 100)  # enough for the Hopper backward to walk as it does in the whole batch
+    check_rows([*rows], 35001, 70, 2, 1, 64, backend=backend, horizon=horizon)
 
 
 def test_decoding_from_a_cache_of_more_than_two_to_the_31_elements():

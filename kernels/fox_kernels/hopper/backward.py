@@ -52,6 +52,7 @@ CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 80: TO_128, 96: TO_128, 128: TO_128}
 # With fewer key tiles a multiprocessor, a group's query heads walk apart. Walks are on average half as long as the
 # longest, through all queries of all heads of a group, which then takes more than a multiprocessor's share of the work
 WALKS = 2
+APART = 8  # heads of a group, which then takes so many times its memory
 
 
 def width_of(D: int) -> int:
@@ -184,7 +185,7 @@ def launch_backward(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, window, sink, softcap, horizon = options
     o, lse2, c_hi, c_lo, residual = saved
-    if Hkv < H and B * Hkv * -(-S // KEYS) < WALKS * processors(q.device):
+    if Hkv < H <= APART * Hkv and B * Hkv * -(-S // KEYS) < WALKS * processors(q.device):
         k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
         dq, dk, dv, dc = launch_backward(do, dlse2, q, k, v, saved, options, documents, deterministic=deterministic)
         return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv)), dc
