@@ -150,9 +150,7 @@ def prepare_sources(
         literals = sum(shard.literals for shard in made)
         if literals and progress:
             read = "plain text" if split_special_tokens else "these tokens (split_special_tokens: false)"
-            told = (
-                f"{source.path}: its texts spell out special tokens, such as </s>, {literals:,} times: read as {read}"
-            )
+            told = f"{source.path}: its texts spell out special tokens {literals:,} times: read as {read}"
             print(told, file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
