@@ -39,6 +39,12 @@ def test_norms_start_at_the_rms_of_their_states(pico_llama):
     torch.testing.assert_close(gain, rms[:, None].expand_as(gain), rtol=0.1, atol=0)  # its norms stood aside
 
 
+def test_the_fields_of_a_recipe_stand_for_a_spec(pico_llama):
+    assert retrofox.convert(pico_llama(), fox={"horizon": 8, "gate_heads": "kv"}).config.fox["horizon"] == 8.0
+    with pytest.raises(ValueError, match="did you mean 'horizon'"):
+        retrofox.convert(pico_llama(), fox={"horizn": 8})
+
+
 def test_a_directorys_norms_start_as_those_of_its_live_model(pico_checkpoint, tmp_path):
     live = retrofox.convert(load_base(pico_checkpoint)[0], fox=NORMS)
     report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=NORMS, verify=False)

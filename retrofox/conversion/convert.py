@@ -21,7 +21,7 @@ def convert(
     source: str | Path | PreTrainedModel,
     out: str | Path | None = None,
     *,
-    fox: FoxSpec | None = None,
+    fox: FoxSpec | dict[str, Any] | None = None,
     verify: bool = True,
     revision: str | None = None,
     texts: Sequence[Text] = (),
@@ -31,8 +31,8 @@ def convert(
     Args:
         source: a live transformers model, a Hub id, a local directory or a .gguf file.
         out: directory to write; None returns the converted model instead.
-        fox: what to convert to; None = FoxSpec(): stretched RoPE, data-dependent gates on a ladder of half-lives, one
-            sink token.
+        fox: what to convert to, or the fields of it that a recipe would have; None = FoxSpec(): stretched RoPE,
+            data-dependent gates on a ladder of half-lives, one sink token.
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
         texts: to measure the heads on with init "measured": files, globs, hf:...
@@ -45,7 +45,7 @@ def convert(
         ValueError: unsupported family, already converted, quantised, an adapter, or `out` exists.
         FileNotFoundError: `source` is not there.
     """
-    spec = FoxSpec() if fox is None else fox
+    spec = fox if isinstance(fox, FoxSpec) else FoxSpec.from_dict(fox or {})
     texts = [texts] if isinstance(texts, (str, Path)) else texts
     if out is not None:
         return write(source, Path(out), spec, verify=verify, revision=revision, texts=texts)

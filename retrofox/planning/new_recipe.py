@@ -23,7 +23,7 @@ STEPS = 306
 """20M tokens in steps of 64Ki."""
 ROWS = 1 << 15
 """Tokens of a micro-batch: shorter rows go together."""
-FULL_RATES = ((0.3e9, 6e-4), (2e9, 5e-5), (float("inf"), 2e-5))
+FULL_RATES = ((0.3e9, 3e-4), (2e9, 5e-5), (float("inf"), 2e-5))
 LORA_RATES = ((0.3e9, 1e-3), (float("inf"), 2e-4))
 """(parameters up to which, learning rate): those of the shipped recipes; beyond SmolLM2-135M not tried."""
 MARGIN = 0.92
