@@ -71,6 +71,10 @@ class Order:
         epoch, position = np.divmod(numbers, self.n)
         return permute(position, self.n, _keys(self.seed, self.stream, epoch))
 
+    def epochs(self, samples: int) -> float:
+        """How many times so many samples go through them all."""
+        return samples / self.n
+
 
 class Mixture:
     """Windows of several sources in given shares: exact in the limit, and in every block up to rounding.
@@ -93,6 +97,11 @@ class Mixture:
         self.orders = [Order(count, seed, stream) for stream, count in enumerate(counts)]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.latest: tuple[int, np.ndarray, np.ndarray] | None = None  # numbers come one after the other
+
+    def epochs(self, samples: int) -> float:
+        """How many times so many samples go through the source that comes round most often."""
+        pairs = zip(self.orders, self.shares, strict=True)
+        return max(float(samples * share / order.n) for order, share in pairs)
 
     def _before(self, block: int) -> list[int]:
         """Draws of each source before a block."""

@@ -157,10 +157,11 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     teacher = teacher_for(recipe, stage, run.source, state)
     objective = stage_objective(model, stage, state.device, teacher)
     roles = sorted({role_of(name) for name in names})
+    epochs = data.dataset.order.epochs(steps * batch_tokens // stage.sequence_length)
     say(
         state,
         f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}, "
-        f"{steps * batch_tokens / stage.sequence_length / len(data.dataset):.2g} epochs; "
+        f"{epochs:.2g} epochs{' of the source read most' * (len(run.tokens.train.sources) > 1)}; "
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
         + (

@@ -45,6 +45,12 @@ def test_one_number_is_what_many_give():
         ).tolist()
 
 
+def test_epochs_are_those_of_the_source_read_most():
+    order = Mixture([5, 70], [1, 2], 5)
+    drawn = np.bincount(order.take(np.arange(3 * order.block)), minlength=75)
+    np.testing.assert_allclose(order.epochs(3 * order.block), drawn[:5].mean(), rtol=1e-2)
+
+
 def test_huge_orders_need_no_memory():
     order = Order(10**12, 3)
     drawn = order.take(np.arange(10**15, 10**15 + 1000))
