@@ -2,11 +2,11 @@
 
 import torch
 
-from . import chunked_operator, reference
+from . import autograd, reference
 from .arguments import as_wide_as, check, check_cache, check_gates, under_autocast
 from .choose_backend import announce, choose
-from .host.device import triton_unsupported
-from .host.tracing import under_transform
+from .host.device import on_device, triton_unsupported
+from .host.tracing import traced, under_transform
 from .options import Documents, given
 from .saved_checkpoints import without_pruning
 
@@ -72,20 +72,17 @@ def forgetting_attention(
             raise ValueError(
                 f'backend "{chosen}" can\'t run under torch.func or forward-mode AD; use backend="reference"'
             )
-    if chosen in ("triton", "gluon"):
-        from . import autograd
-
-        if v.shape[-1] == q.shape[-1]:
-            return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
-        o, lse = autograd.forgetting_attention(q, k, as_wide_as(q, v), log_f, options, documents, chosen, True)
-        return (o[..., : v.shape[-1]], lse) if return_lse else o[..., : v.shape[-1]]
-    attend = reference.attend if chosen == "reference" else chunked_operator.attend
-    return attend(q, k, v, log_f, options, documents, return_lse)
+    if chosen == "reference":
+        return reference.attend(q, k, v, log_f, options, documents, return_lse)
+    if chosen == "chunked" or v.shape[-1] == q.shape[-1]:
+        return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
+    o, lse = autograd.forgetting_attention(q, k, as_wide_as(q, v), log_f, options, documents, chosen, True)
+    return (o[..., : v.shape[-1]], lse) if return_lse else o[..., : v.shape[-1]]
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether `decode_attention` can run and is made for this: a few queries, a long cache, no gradient."""
-    if triton_unsupported(q) is not None or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if traced(q, k, v) or triton_unsupported(q) is not None or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return False
@@ -118,12 +115,12 @@ def decode_attention(
     c_hi, c_lo  (B, H, S) float32, c as the sum of two floats; of any strides, the last 1: slices of longer buffers to
                 which a cache appends, so that nothing is summed again
 
-    Returns o (B, T, H, DV) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and
-    where a gradient is asked for: there is none.
+    Returns o (B, T, H, DV) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, under
+    torch.compile, and where a gradient is asked for: there is none.
     """
     options, _ = given(scale=scale, window=window, sink=sink, softcap=softcap, horizon=horizon)
     options = check_cache(q, k, v, c_hi, c_lo, options, seq_start)
-    reason = triton_unsupported(q)
+    reason = "torch.compile can't take it" if torch.compiler.is_compiling() else triton_unsupported(q)
     if reason is not None:
         raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, c_hi, c_lo)):
@@ -133,5 +130,6 @@ def decode_attention(
     from .decoding import planner
 
     wide = as_wide_as(q, v)
-    o = planner.decode_attention(q, k, wide, c_hi, c_lo, options, seq_start)
+    with on_device(q):
+        o, _ = planner.launch_decode(q, k, wide, c_hi, c_lo, options, seq_start)
     return o if wide is v else o[..., : v.shape[3]]

@@ -1,9 +1,9 @@
-"""The Triton and Gluon kernels under autograd.
+"""The kernels, and plain torch by chunks, under autograd.
 
-In eager mode the kernels are called directly. Where something watches or rewrites operators, they are one torch
-operator with a fake and a gradient, so that torch.compile sees no graph break:
+In eager mode their two passes are called directly. Where something watches or rewrites operators, they are one torch
+operator with a fake and a gradient, so that torch.compile sees no graph break, nor a loop over chunks to unroll:
 
-    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual
+    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual (`options.Saved`)
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
 
 Torch's machinery for operators written in Python costs the host more than 0.1 ms a call, as much as a short problem
@@ -15,14 +15,13 @@ import math
 import torch
 from torch import Tensor
 
-from . import determinism
+from . import chunked, determinism
 from .arguments import check_backward
-from .chunked_operator import INPUTS
-from .forward_backward import attend, differentiate, room_for_residual
 from .host.tracing import traced
 from .options import SCHEMA, Backend, Documents, Options, Saved
 
 LN_2 = math.log(2)
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_f"
 FURTHER = f"{SCHEMA}, str backend, bool for_backward, bool deterministic"
 FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 
@@ -32,21 +31,31 @@ def _split(cu_seqlens, seq_start, *further) -> tuple[Options, Documents, Backend
     return Options(*further[:-3]), Documents(cu_seqlens, seq_start), Backend(*further[-3:])
 
 
+def _passes(way: Backend):
+    """Return the module with both passes."""
+    if way.backend == "chunked":
+        return chunked
+    from . import forward_backward  # needs Triton
+
+    return forward_backward
+
+
+def _outputs(saved: Saved) -> tuple[Tensor, ...]:
+    return *saved[:4], saved.o.new_empty(0) if saved.residual is None else saved.residual  # an output must be a tensor
+
+
 @torch.library.custom_op(
     "fox_kernels::attention", mutates_args=(), schema=f"({INPUTS}, {FURTHER}) -> {FOUR[:-1]}, Tensor)"
 )
 def attention(q, k, v, log_f, *further):
-    (*saved, residual), _ = attend(q, k, v, log_f, *_split(*further))
-    return *saved, q.new_empty(0) if residual is None else residual  # an output must be a tensor
+    options, documents, way = _split(*further)
+    return _outputs(_passes(way).attend(q, k, v, log_f, options, documents, way)[0])
 
 
 @attention.register_fake
 def _(q, k, v, log_f, *further):
-    (B, T, H, D), S = q.shape, k.shape[1]
-    o = q.new_empty(B, T, H, D)
-    lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    residual = room_for_residual(q, _split(*further)[2].for_backward)
-    return o, lse2, c_hi, c_lo, q.new_empty(0) if residual is None else residual
+    way = _split(*further)[2]
+    return _outputs(_passes(way).unwritten(q, k, v, way))
 
 
 @torch.library.custom_op(
@@ -56,7 +65,8 @@ def _(q, k, v, log_f, *further):
 )  # fmt: skip
 def attention_backward(do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, *further):
     saved = Saved(o, lse2, c_hi, c_lo, residual if residual.numel() else None)
-    return differentiate(do, dlse2, q, k, v, log_f, saved, *_split(*further))
+    options, documents, way = _split(*further)
+    return _passes(way).differentiate(do, dlse2, q, k, v, log_f, saved, options, documents, way)
 
 
 @attention_backward.register_fake
@@ -84,7 +94,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_f, options, documents, way):
-        saved, documents = attend(q, k, v, log_f, options, documents, way)
+        saved, documents = _passes(way).attend(q, k, v, log_f, options, documents, way)
         ctx.save_for_backward(q, k, v, log_f, *saved, *documents)
         ctx.options, ctx.way = options, way
         ctx.set_materialize_grads(False)
@@ -96,13 +106,14 @@ class _Attention(torch.autograd.Function):
         q, k, v, log_f, *kept = ctx.saved_tensors
         do = torch.zeros_like(kept[0]) if do is None else do
         saved, documents = Saved(*kept[:5]), Documents(*kept[5:])
-        return *differentiate(do, dlse2, q, k, v, log_f, saved, ctx.options, documents, ctx.way), None, None, None
+        given = (do, dlse2, q, k, v, log_f, saved, ctx.options, documents, ctx.way)
+        return *_passes(ctx.way).differentiate(*given), None, None, None
 
 
 def forgetting_attention(
     q, k, v, log_f, options: Options, documents: Documents, backend: str, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
+    """`fox_kernels.forgetting_attention`, which has checked the arguments, by a backend other than the reference."""
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     way = Backend(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):
@@ -110,5 +121,9 @@ def forgetting_attention(
     elif for_backward:
         o, lse2 = _Attention.apply(q, k, v, log_f, options, documents, way)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        (o, lse2, *_), _ = attend(q, k, v, log_f, options, documents, way)
-    return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o
+        (o, lse2, *_), _ = _passes(way).attend(q, k, v, log_f, options, documents, way)
+    o = o.to(q.dtype)  # by chunks it is wider
+    if not return_lse:
+        return o
+    lse = lse2.transpose(1, 2)
+    return o, lse if backend == "chunked" else lse * LN_2

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .arguments import has_values
-from .options import LOG_F_MIN, Documents, Options
+from .options import LOG_F_MIN, Backend, Documents, Options, Saved
 
 SCORES_PER_CHUNK = 1 << 20  # floats alive per score matrix: 4 MB, so that the passes over it stay in the cache
 
@@ -164,24 +164,38 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
     return scores, rows, columns, capped
 
 
-def forward(q, k, v, log_f, options: Options, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Return o (B, Hkv, G, T, DV) and lse (B, H, T), both in the computing dtype; options are checked."""
-    p = _prepare(q, k, v, log_f, options, documents)
-    B, Hkv, G, T, _ = p.q.shape
-    o = torch.empty(B, Hkv, G, T, v.shape[-1], dtype=p.keys.dtype, device=p.q.device)
-    lse = torch.empty(B, Hkv, G, T, dtype=p.keys.dtype, device=p.q.device)
-    for chunk in p.chunks:
-        t0, t1, ranges, masked = chunk
-        scores, *_ = _scores(p, chunk, None)
-        top = scores.amax(-1, keepdim=True)
-        if masked:
-            top.masked_fill_(top == -math.inf, 0)
-        weights = scores.sub_(top).exp_()
-        sums = torch.bmm(weights, _select(p.values, ranges)).view(B, Hkv, G, t1 - t0, -1)
-        total = sums[..., -1]
-        lse[..., t0:t1] = top.view_as(total) + total.log()
-        o[..., t0:t1, :] = sums[..., :-1] / (total.clamp_min(1e-30) if masked else total)[..., None]
-    return o, lse.flatten(1, 2)
+def unwritten(q: Tensor, k: Tensor, v: Tensor, way: Backend) -> Saved:
+    """Return what `attend` saves, unwritten, in the computing dtype: o (B, T, H, DV) and lse (B, H, T), natural log."""
+    (B, T, H, _), dtype = q.shape, torch.float64 if q.dtype == torch.float64 else torch.float32
+    o, lse = q.new_empty(B, T, H, v.shape[3], dtype=dtype), q.new_empty(B, H, T, dtype=dtype)
+    return Saved(o, lse, q.new_empty(0), q.new_empty(0))
+
+
+def _by_head(x: Tensor, Hkv: int) -> Tensor:
+    """Return x (B, T, H, D) as (B, Hkv, G, T, D)."""
+    return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)
+
+
+def attend(q, k, v, log_f, options: Options, documents: Documents, way: Backend) -> tuple[Saved, Documents]:
+    """Return what the backward needs, and the documents; options are checked."""
+    saved = unwritten(q, k, v, way)
+    if q.numel() == 0:
+        return saved, documents
+    with torch.autocast(q.device.type, enabled=False):  # it would take products from float32
+        p = _prepare(q, k, v, log_f, options, documents)
+        o, lse = _by_head(saved.o, k.shape[2]), saved.lse2.view(p.q.shape[:4])
+        for chunk in p.chunks:
+            t0, t1, ranges, masked = chunk
+            scores, *_ = _scores(p, chunk, None)
+            top = scores.amax(-1, keepdim=True)
+            if masked:
+                top.masked_fill_(top == -math.inf, 0)
+            weights = scores.sub_(top).exp_()
+            sums = torch.bmm(weights, _select(p.values, ranges)).view(*p.q.shape[:3], t1 - t0, -1)
+            total = sums[..., -1]
+            lse[..., t0:t1] = top.view_as(total) + total.log()
+            o[..., t0:t1, :] = sums[..., :-1] / (total.clamp_min(1e-30) if masked else total)[..., None]
+    return saved, documents
 
 
 def _backward(p: _Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None):
@@ -232,16 +246,19 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
         n += b - a
 
 
-def backward(do, dlse, q, k, v, log_f, o, lse, options: Options, documents: Documents):
-    """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes; do, dlse, o, lse are in those of `forward`."""
-    dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, options, documents), o, lse, do, dlse)
-    d_log_f = suffix_sum(dc, documents.cu_seqlens).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
-    return outward(dq, q), dk.transpose(1, 2).to(q.dtype), dv.transpose(1, 2).to(q.dtype), d_log_f
-
-
-def outward(x: Tensor, like: Tensor) -> Tensor:
-    """Return x (B, Hkv, G, T, D) as (B, T, H, D), contiguous, in the dtype of `like`."""
-    return x.flatten(1, 2).transpose(1, 2).to(like.dtype).contiguous()
+def differentiate(
+    do, dlse, q, k, v, log_f, saved: Saved, options: Options, documents: Documents, way: Backend
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes, given what `attend` returned."""
+    if q.numel() == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), log_f.new_zeros(log_f.shape)
+    with torch.autocast(q.device.type, enabled=False):
+        p = _prepare(q, k, v, log_f, options, documents)
+        o, do = (_by_head(x, k.shape[2]) for x in (saved.o, do))
+        dq, dk, dv, dc = _backward(p, o, saved.lse2, do, dlse)
+    d_log_f = suffix_sum(dc, documents.cu_seqlens).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0)
+    dq, dk, dv = (x.transpose(1, 2).to(q.dtype).contiguous() for x in (dq.flatten(1, 2), dk, dv))
+    return dq, dk, dv, d_log_f.to(log_f.dtype).contiguous()
 
 
 def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:

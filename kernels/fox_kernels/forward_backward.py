@@ -39,6 +39,13 @@ def room_for_residual(q: Tensor, for_backward: bool) -> Tensor | None:
     return None
 
 
+def unwritten(q: Tensor, k: Tensor, v: Tensor, way: Backend) -> Saved:
+    """Return what `attend` saves, unwritten."""
+    B, T, H, _ = q.shape
+    lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, k.shape[1], k.shape[1]))
+    return Saved(q.new_empty(q.shape), lse2, c_hi, c_lo, room_for_residual(q, way.for_backward))
+
+
 def as_made(x: Tensor | None) -> Tensor | None:
     """Return a saved tensor, contiguous and aligned: a saved-tensor hook may have copied it with other strides."""
     if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, draw, results
-from fox_kernels import chunked_operator, forgetting_attention
+from fox_kernels import autograd, forgetting_attention
 
 OPTIONS = {"window": 9, "sink": 2, "softcap": 4, "horizon": 4, "scale": 0.3}
 
@@ -42,4 +42,5 @@ def test_one_graph_for_every_length(problem, options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_operator_passes_torchs_own_check(dtype):
     inputs, _, options = draw(Case(T=20, S=33, H=4, Hkv=2, D=8, dtype=dtype, starts=[3, 33]))
-    torch.library.opcheck(chunked_operator.attention, (*inputs, None, options["seq_start"], 0.25, 9, 1, 5.0, 2.0))
+    further = (None, options["seq_start"], 0.25, 9, 1, 5.0, 2.0, "chunked", True, True)
+    torch.library.opcheck(autograd.attention, (*inputs, *further))

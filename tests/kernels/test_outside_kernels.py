@@ -3,18 +3,14 @@
 No kernel may touch memory outside the tensors which it was given.
 """
 
-from unittest import mock
-
 import pytest
 import torch
 from cases import broken
-from fox_kernels import decode_attention, forgetting_attention
-from twins import cumulative_torch
+from fox_kernels import forgetting_attention
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 import bounds
 from fox_kernels import forward_backward
-from fox_kernels.decoding import planner
 from fox_kernels.layer.norm import head_norm
 from fox_kernels.layer.shift import shift
 from fox_kernels.options import Backend, Documents, Options, Saved
@@ -52,18 +48,6 @@ def check_nan_through_lse(device: str = "cpu", backend: str = "triton") -> None:
     found = torch.autograd.grad(o.float().sum() + both.masked_fill(~seen, 0).sum(), inputs, retain_graph=True)
     wanted = torch.autograd.grad(o.float().sum() + lse.masked_fill(~seen, 0).sum(), inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
-    c = cumulative_torch(-torch.rand(5, 40, 4))
-    starts = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32)
-    for options in ({}, {"seq_start": starts, "sink": 2}, {"horizon": 8.0, "softcap": 2.0}):
-        whole = decode_attention(q, k, v, *c, **options)
-        with mock.patch.object(planner, "MAX_PAIRS", 5):
-            torch.testing.assert_close(decode_attention(q, k, v, *c, **options), whole)
-    assert decode_attention(q[:0], k[:0], v[:0], *[x[:0] for x in c]).shape == (0, 1, 4, 16)
 
 
 CHECKS = {name: check for name, check in dict(globals()).items() if name.startswith("check_")}

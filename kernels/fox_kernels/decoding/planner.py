@@ -1,7 +1,5 @@
 """Plans and launches decoding: into how many stretches the keys are split, what is searched, which kernels run.
 
-    fox_kernels::decode   q, k, v, c_hi, c_lo -> o, the operator where something watches operators
-
 All that calls of a kind share is worked out once, in a `Decoder`. What padding and a horizon leave differs between
 sequences and heads: then all stretches are of one length, as many to a head as it has keys left, and each program finds
 out which is its own. Where a head's horizon lies the step before has found, or a small kernel finds it from a few
@@ -9,17 +7,15 @@ values of c.
 """
 
 import functools
-import itertools
 
 import torch
 
 from ..common.blocks import LOG2_E, exact_tanh, scale_of
 from ..common.groups import Gates, Problem, Strides
-from ..host.device import capability, on_device, processors
+from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, power_of_2
 from ..host.strides import aligned, unit_last
-from ..host.tracing import traced
-from ..options import SCHEMA, Documents, Options
+from ..options import Options
 from ..triton.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import CacheStrides, Parts, Tile, merge_kernel, split_kernel
 from .search import search_kernel, search_steps
@@ -88,9 +84,10 @@ class Decoder:
         B, T, H, D = shape
         scale, window, sink, softcap, horizon = options
         group, size = H // Hkv, dtype.itemsize
-        if T * group > MAX_ROWS:
+        if T * group > MAX_ROWS or B * Hkv > MAX_PAIRS:
             raise ValueError(
-                f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use forgetting_attention"
+                f"decoding takes T * H / Hkv <= {MAX_ROWS} and B * Hkv <= {MAX_PAIRS}, got {T} * {group} and "
+                f"{B} * {Hkv}: use forgetting_attention"
             )
         D0, D1 = split_head_dim(D)
         tile_rows, able = max(16, power_of_2(T * group)), (0, 0) if device.type == "cpu" else capability(device)
@@ -169,37 +166,9 @@ def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None):
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `strides.unit_last` says so, at D = 80 and 96
     `strides.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
-    Raises ValueError when the group's rows do not fit a tile.
+    Raises ValueError when the group's rows do not fit a tile, nor the pairs of sequences and kv heads a grid.
     """
-    (B, T, H, _), Hkv = q.shape, k.shape[2]
-    if B * Hkv > MAX_PAIRS:
-        given = (q, k, v, c_hi, c_lo, seq_start)
-        cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
-        parts = [launch_decode(*x[:5], options, x[5]) for x in zip(*cut, strict=False)]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
-    padded = seq_start is not None
-    decoder = decoder_for(q.shape, Hkv, q.dtype, q.device, options, padded=padded)
+    B, T, H, _ = q.shape
+    decoder = decoder_for(q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, lse2=lse2), lse2
-
-
-@torch.library.custom_op(
-    "fox_kernels::decode", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor c_hi, Tensor c_lo, {SCHEMA}) -> Tensor",
-)  # fmt: skip
-def decode_operator(q, k, v, c_hi, c_lo, cu_seqlens, seq_start, *options):
-    with on_device(q):
-        return launch_decode(q, k, v, c_hi, c_lo, Options(*options), seq_start)[0]
-
-
-@decode_operator.register_fake
-def _(q, *_):
-    return q.new_empty(q.shape)
-
-
-def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start) -> torch.Tensor:
-    """`fox_kernels.decode_attention`, which has checked the arguments."""
-    if traced(q, k, v, c_hi, c_lo):
-        return decode_operator(q, k, v, c_hi, c_lo, *Documents(seq_start=seq_start)[:2], *options)
-    with on_device(q):
-        return launch_decode(q, k, v, c_hi, c_lo, options, seq_start)[0]
