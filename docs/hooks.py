@@ -1,9 +1,9 @@
 """mkdocs hook: fills in the generated parts of the pages, and lets pages link to files outside docs/.
 
 A page holds between `<!-- generated: families -->` and `<!-- end -->` the text of `families()` in generated.py. The
-site doesn't take it from the page: it calls the function again. A link that leaves
-docs/, such as `../benchmarks/kernels.png`, works in the repository as it is; in the site an image is copied, and any
-other file is linked where the repository is hosted.
+site doesn't take it from the page: it calls the function again. A link that leaves docs/, such as
+`../benchmarks/cache-methods.png`, works in the repository as it is; in the site an image is copied, and any other file
+is linked where the repository is hosted.
 """
 
 from __future__ import annotations

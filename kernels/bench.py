@@ -3,7 +3,6 @@
 examples:
   python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything: minutes, most of them compiling
   python kernels/bench.py --only '^table 2,8192' --only ours                what both regular expressions match
-  python kernels/bench.py --chart benchmarks/kernels.json                   a PNG and an SVG of it, no GPU
 
 stages, in this order: table (the shapes everyone is compared on, dense and with a horizon, gates of short memory),
 decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents).
@@ -24,8 +23,27 @@ import json
 import sys
 from pathlib import Path
 
-from bench_problems import OURS, Decode, Task, select, tasks
-from bench_report import decode_line, draw, error_line, row_line
+from bench_problems import OURS, OUTPUTS, Decode, Task, select, tasks
+
+
+def row_line(row: dict) -> str:
+    """Return one measurement of the table or the extras as a line."""
+    return (
+        f"{row['problem']:36} {row['contender']:26} {row['forward_tflops']:6.0f} {row['backward_tflops']:6.0f} "
+        f"{row['total_ms']:9.3f} ms {row['peak_mb']:7.0f} MB"
+    )
+
+
+def decode_line(row: dict) -> str:
+    return (
+        f"decode {row['problem']:24} {row['ms']:8.4f} ms {row['gb_s']:6.0f} GB/s, {row['of_copy']:.0%} of a copy, "
+        f"as a graph {row['graph_of_copy']:.0%}; live {row['live']:.0%}"
+    )
+
+
+def error_line(row: dict) -> str:
+    return f"error {row['problem']:26} {row['contender']:14} " + "  ".join(f"{n} {row[n]:.2e}" for n in OUTPUTS)
+
 
 LISTS = {"table": "rows", "extras": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
@@ -103,7 +121,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="REGEX", help="measure what matches; all, if repeated"
     )
-    parser.add_argument("--chart", metavar="JSON", help="draw an earlier run's chart beside it, and end")
     arguments = parser.parse_args(argv)
     arguments.given = argv
     if arguments.official and not Path(arguments.official).is_file():
@@ -114,14 +131,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments.chart:
-            draw(json.loads(Path(arguments.chart).read_text()), Path(arguments.chart))
-            return 0
         plan = select(tasks(bool(arguments.official), importlib.util.find_spec("fla") is not None), arguments.only)
         import torch
 
         if not torch.cuda.is_available():
-            raise ValueError("no CUDA device: nothing to measure (--chart draws a saved result)")
+            raise ValueError("no CUDA device: nothing to measure")
         results = run(arguments, plan)
     except (OSError, ValueError) as error:
         print(f"bench.py: {error}", file=sys.stderr)

@@ -52,7 +52,6 @@ def test_relative_error_sees_through_layouts():
     ("argv", "message"),
     [
         (["--only", "nothing like it"], "matches nothing"),
-        (["--chart", "missing.json"], "missing.json"),
         ([], "no CUDA device"),
     ],
 )

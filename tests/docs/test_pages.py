@@ -120,8 +120,8 @@ def test_generated_parts_in_a_page_are_those_of_today(page, hooks):
 
 
 def test_links_that_leave_the_folder_work_in_the_site(hooks):
-    filled = hooks.on_page_markdown("![a](../benchmarks/kernels.png) [b](../kernels/LOG.md#decode)")
-    assert filled == f"![a](figures/benchmarks-kernels.png) [b]({hooks.REPOSITORY}/kernels/LOG.md#decode)"
+    filled = hooks.on_page_markdown("![a](../benchmarks/cache-methods.png) [b](../kernels/LOG.md#decode)")
+    assert filled == f"![a](figures/benchmarks-cache-methods.png) [b]({hooks.REPOSITORY}/kernels/LOG.md#decode)"
     with pytest.raises(ValueError, match=r"links to \.\./nothing"):
         hooks.on_page_markdown("[c](../nothing.md)")
 
