@@ -32,7 +32,7 @@ def check_twins(device: str, dtypes=()) -> None:
             close(silu_mul(5 * x, r), silu_mul_torch(5 * x, r), dtype)
 
 
-def check_refusals(device: str) -> None:
+def check_what_they_take(device: str) -> None:
     x, w = torch.randn(2, 1, 64, device=device), torch.ones(64, device=device)
     assert not takes_rows(x)  # gradients are recorded
     with torch.no_grad():
@@ -40,16 +40,9 @@ def check_refusals(device: str) -> None:
         assert not takes_rows(x, w.double())
         assert not takes_rows(x.transpose(0, 2), w)
         assert not takes_rows(x.expand(2, 500, 64).contiguous(), w)
-        for function, wrong in (
-            (add_norm, (x, x[:1], w, 1e-5)),
-            (silu_mul, (x, x[..., :32])),
-            (gate_rows, (x, w[None, :32], w[:1])),
-        ):
-            with pytest.raises(ValueError, match="use torch's own"):
-                function(*wrong)
 
 
-CHECKS = {"twins": check_twins, "refusals": check_refusals}
+CHECKS = {"twins": check_twins, "what they take": check_what_they_take}
 
 
 def in_interpreter() -> dict[str, str]:

@@ -32,7 +32,6 @@ def without_gpu(note: Callable, edges: torch.Tensor | None = None) -> Iterator[p
     """Let `note(launch, *copied, **named)` stand in for a launch, on a GPU of 132 multiprocessors."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (hopper_forward, hopper_backward):
-            patch.setattr(module, "unsupported", lambda *_: None)
             patch.setattr(module, "found_edges", lambda *_, **__: Documents(edges=edges))
             patch.setattr(module, "_plans", {})
             patch.setattr(module, "processors", lambda device: 132)

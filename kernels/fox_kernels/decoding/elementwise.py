@@ -75,20 +75,11 @@ def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
     return few and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
 
 
-def _require(fits: bool, name: str, x: Tensor) -> None:
-    if not fits:
-        raise ValueError(
-            f"{name} can't run for {tuple(x.shape)} {x.dtype} on {x.device} and what came with it: use torch's own"
-        )
-
-
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
 
-    weight (K,) of x's dtype. Raises ValueError where `takes_rows` is False or shapes differ.
+    weight (K,) of x's dtype. Only where `takes_rows` returns True.
     """
-    alike = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
-    _require(alike and takes_rows(x, weight), "add_norm", x)
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     residual = None if residual is None else residual.contiguous()
@@ -101,12 +92,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up for contiguous tensors of one shape and dtype.
-
-    Raises ValueError where `takes_rows` is False for gate, or up is not like it.
-    """
-    alike = up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
-    _require(alike and takes_rows(gate), "silu_mul", gate)
+    """Return silu(gate) * up for contiguous tensors of one shape and dtype, where `takes_rows` returns True."""
     out, N = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
         launch(silu_mul_kernel, (cdiv(N, BLOCK),), (gate, up, out, N), (BLOCK,))
@@ -116,11 +102,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return log f (..., H) float32 for a few rows x (..., K); weight (H, K), bias (H,) float32. As `layer.gate.gate`.
 
-    Raises ValueError where `takes_rows` is False or weights don't fit.
+    Only where `takes_rows` returns True.
     """
     H, K = weight.shape
-    fits = x.shape[-1] == K and bias.shape == (H,) and weight.dtype == bias.dtype == torch.float32
-    _require(fits and takes_rows(x), "gate_rows", x)
     log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, K, H)

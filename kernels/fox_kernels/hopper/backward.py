@@ -20,8 +20,6 @@ from .forward import (
     edge_kind,
     heads_per_group,
     remembered,
-    unsupported,
-    usable,
 )
 
 
@@ -179,11 +177,10 @@ def launch_backward(
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
-    the float32 dq is summed in key order, bit for bit the same in every run. Raises ValueError for what
-    `hopper.forward.unsupported` names.
+    the float32 dq is summed in key order, bit for bit the same in every run.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, horizon = options
+    scale, _, sink, _, horizon = options
     o, lse2, c_hi, c_lo, residual = saved
     if Hkv < H <= APART * Hkv and B * Hkv * -(-S // KEYS) < WALKS * processors(q.device):
         k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
@@ -193,14 +190,10 @@ def launch_backward(
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
-        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, usable(scale),
-        window is None, horizon is None, sink, softcap, deterministic,
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, sink, deterministic,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        reason = unsupported(q, k, v, options)
-        if reason is not None:
-            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..common.blocks import LOG2_E
 from ..common.groups import Gates
 from ..common.horizon import found_edges
-from ..host.device import capability, processors, triton_version
+from ..host.device import processors, triton_version
 from ..host.launch import Runner, names_of
 from ..host.strides import fits_tma, tma_strides
 from ..options import ONE_DOCUMENT, Documents, Options
@@ -56,23 +56,16 @@ def gluon_missing() -> str | None:
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
 
 
-def usable(scale: float) -> bool:
-    """Return whether decays can be divided by the scale."""
-    return LEAST_SCALE <= scale <= 1 / LEAST_SCALE
-
-
 def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Return why the Hopper kernels can't run this problem, or None if they can."""
+    """Return why the Hopper kernels can't run this problem on a Hopper GPU, or None if they can."""
     scale, window, sink, softcap, horizon = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
-    if q.device.type != "cuda" or capability(q.device) != (9, 0):
-        return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if q.shape[-1] not in SHAPES:
         return f"head_dim {q.shape[-1]} is not one of {tuple(SHAPES)}"
-    if not usable(scale):
+    if not LEAST_SCALE <= scale <= 1 / LEAST_SCALE:
         return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
     if softcap is not None:
         return "it has no softcap"
@@ -244,19 +237,15 @@ def launch_forward(
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
     (contiguous, like o), takes the rounding error of o; counter is one int32 0, if there is one; out, contiguous and at
-    a multiple of 16 bytes, becomes o. Raises ValueError for what `unsupported` names.
+    a multiple of 16 bytes, becomes o. Only where `unsupported` returns None.
     """
-    scale, window, sink, softcap, horizon = options
-    constants = (edge_kind(options, documents), sink, residual is not None)
+    constants = (edge_kind(options, documents), options.sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
-        constants, usable(scale), window is None, horizon is None, softcap, shape,
+        constants, shape,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        reason = unsupported(q, k, v, options)
-        if reason is not None:
-            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
     if any(plan.copies):
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
@@ -269,6 +258,6 @@ def launch_forward(
     by_tma = (q, k, v, o, residual)
     plan.launch(
         *by_tma, *(by_tma if plan.rest else [None] * 5), c=Gates(c_hi, c_lo), lse=lse2,
-        start=None if starts is None else starts[0], counter=counter, scale=scale * LOG2_E, **plan.numbers,
+        start=None if starts is None else starts[0], counter=counter, scale=options.scale * LOG2_E, **plan.numbers,
     )  # fmt: skip
     return o, lse2

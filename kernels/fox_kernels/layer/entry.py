@@ -12,7 +12,6 @@ import contextlib
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -175,9 +174,8 @@ class _Entry(torch.autograd.Function):
         x, wq, wk, wv, wf, z, cos, sin, weights = ctx.saved_tensors
         (B, T, Q), (N, K), KV, H = dq.shape, x.shape, wk.shape[0], wf.shape[0]
         R, D, padded = Q + 2 * KV, ctx.head_dim, -(-H // 8) * 8
-        dq, dk, dv = (d.reshape(N, -1) for d in (dq, dk, dv))
+        dq, dk, dv, dlog_f = (d.flatten(0, 1) for d in (dq, dk, dv, dlog_f))
         dq, dk, dv = (d if d.stride(1) == 1 else d.contiguous() for d in (dq, dk, dv))
-        dlog_f = dlog_f.reshape(N, H)
         needs = ctx.needs_input_grad
         with torch.cuda.device_of(x), _without_autocast(x):
             g = torch.empty(N, R + 2 * padded, dtype=x.dtype, device=x.device)
@@ -228,24 +226,18 @@ def entry(
     `rotary`. Gradients to x, the weights and the biases. q, k and v are slices of one tensor. Raises ValueError for
     shapes that don't fit, and where the kernels can't run (`support.available`).
     """
-    K, Q, KV, H = x.shape[-1], wq.shape[0], wk.shape[0], wf.shape[0]
+    (B, T, K), (Q, KV, H), pairs = x.shape, (w.shape[0] for w in (wq, wk, wf)), cos.shape[-1]
     fits = wq.shape == (H * head_dim, K) and wk.shape == wv.shape == (KV, K) and wf.shape == (H, K) and bf.shape == (H,)
-    if x.dim() != 3 or not fits or KV % head_dim or (bias is not None and bias.shape != (Q + 2 * KV,)):
+    if not fits or KV % head_dim or (bias is not None and bias.shape != (Q + 2 * KV,)) or wf.dtype != torch.float32:
         raise ValueError(
             f"weights don't fit x {tuple(x.shape)} at head dim {head_dim}: got {tuple(wq.shape)}, {tuple(wk.shape)}, "
-            f"{tuple(wv.shape)}, gate {tuple(wf.shape)} and {tuple(bf.shape)}"
+            f"{tuple(wv.shape)}, gate {tuple(wf.shape)} and {tuple(bf.shape)}, {wf.dtype} where it must be float32"
         )
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[1] != x.shape[1] or cos.shape[0] not in (1, x.shape[0]):
-        raise ValueError(f"cos and sin must be (B or 1, T, P) for x {tuple(x.shape)}, got {tuple(cos.shape)}")
-    if cos.shape[-1] > head_dim // 2:
-        raise ValueError(f"only {head_dim // 2} pairs can turn at head dim {head_dim}, got {cos.shape[-1]}")
-    if wf.dtype != torch.float32 or bf.dtype != torch.float32:
-        raise ValueError(f"the gate computes in float32: wf and bf must be, got {wf.dtype} and {bf.dtype}")
+    if cos.shape != sin.shape or cos.shape not in ((1, T, pairs), (B, T, pairs)) or pairs > head_dim // 2:
+        raise ValueError(
+            f"cos and sin must be (B or 1, T, P <= {head_dim // 2}) for x {tuple(x.shape)}, got {tuple(cos.shape)}"
+        )
     require(x)
-    if x.numel() == 0:  # nothing to turn
-        bias = None if bias is None else bias.to(x.dtype)
-        q, k, v = F.linear(x, torch.cat((wq, wk, wv)).to(x.dtype), bias).split((Q, KV, KV), -1)
-        return q, k, v, F.logsigmoid(F.linear(x.float(), wf, bf)).float()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     wq, wk, wv, wf, bf = (w.contiguous() for w in (wq, wk, wv, wf, bf))

@@ -159,14 +159,12 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     (`support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
     """
-    H, K = weight.shape if weight.dim() == 2 else (0, 0)
-    if K == 0 or x.shape[-1:] != (K,) or bias.shape != (H,):
+    H, K = weight.shape
+    if x.shape[-1:] != (K,) or bias.shape != (H,) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
         raise ValueError(
-            f"x (..., K), weight (H, K) and bias (H,) don't fit: {tuple(x.shape)}, {tuple(weight.shape)}, "
-            f"{tuple(bias.shape)}"
+            f"x (..., K), weight (H, K) and bias (H,) float32 don't fit: {tuple(x.shape)}, {tuple(weight.shape)} "
+            f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}"
         )
-    if weight.dtype != torch.float32 or bias.dtype != torch.float32:
-        raise ValueError(f"the gate computes in float32: weight and bias must be, got {weight.dtype} and {bias.dtype}")
     require(x)
     flat = x.reshape(-1, K)
     if flat.stride(-1) != 1:

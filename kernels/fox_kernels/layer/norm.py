@@ -143,14 +143,11 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
     kernels can't run (`support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3, gains per head.
     """
-    if x.dim() < 2:
-        raise ValueError(f"x must be (..., H, D), got {tuple(x.shape)}")
     H, D = x.shape[-2:]
     if gain is not None and (gain.shape != (H, D) or gain.dtype != torch.float32):
         raise ValueError(f"gain must be ({H}, {D}) float32, got {tuple(gain.shape)} {gain.dtype}")
-    wanted = (*x.shape[:-2], H * D)
-    if logit is not None and (logit.shape != wanted or not logit.is_floating_point()):
-        raise ValueError(f"logit must be {wanted} of a float dtype, got {tuple(logit.shape)} {logit.dtype}")
+    if logit is not None and (logit.shape != (*x.shape[:-2], H * D) or not logit.is_floating_point()):
+        raise ValueError(f"logit must be (..., {H * D}) of a float dtype, got {tuple(logit.shape)} {logit.dtype}")
     require(x)
     flat = _flat(x, D)
     logit = None if logit is None else logit.reshape(-1, H * D)

@@ -102,17 +102,12 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     gradient. Raises ValueError for shapes that don't fit, and where the kernels can't run (`support.available`).
     Source: Su et al., "RoFormer" (2021), section 3.4.2, halves stacked.
     """
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"q and k must be (B, heads, T, D), got {tuple(q.shape)} and {tuple(k.shape)}")
-    B, _, T, D = q.shape
-    if D % 2 or k.shape[0] != B or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
+    (B, _, T, D), P = q.shape, cos.shape[-1]
+    fits = k.shape == (B, k.shape[1], T, D) and k.dtype == q.dtype and D % 2 == 0
+    if not fits or cos.shape != sin.shape or cos.shape not in ((1, T, P), (B, T, P)) or P > D // 2:
         raise ValueError(
-            f"q and k must be (B, heads, T, D) of one dtype, D even; got {tuple(q.shape)} {q.dtype} and "
-            f"{tuple(k.shape)} {k.dtype}"
+            f"q and k must be (B, heads, T, D) of one dtype, D even, cos and sin (B or 1, T, P <= D / 2); got "
+            f"{tuple(q.shape)} {q.dtype}, {tuple(k.shape)} {k.dtype}, {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != T:
-        raise ValueError(f"cos and sin must be (B or 1, T, P) = ({B}, {T}, P), got {tuple(cos.shape)}")
-    if cos.shape[-1] > D // 2:
-        raise ValueError(f"only {D // 2} pairs can turn at head dim {D}, got cos and sin for {cos.shape[-1]}")
     require(q)
     return _rotary(q, k, cos, sin)

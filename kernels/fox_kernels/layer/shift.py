@@ -105,8 +105,6 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
     """
     if amount.shape != x.shape[:-1] or amount.dtype != torch.float32:
         raise ValueError(f"amount must be {tuple(x.shape[:-1])} float32, got {tuple(amount.shape)} {amount.dtype}")
-    if x.dim() != 4:
-        raise ValueError(f"x must be (B, T, H, D), got {tuple(x.shape)}")
     require(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _shift(x, amount.contiguous())
