@@ -130,6 +130,7 @@ def compare(driver: ctypes.CDLL) -> dict:
     Runner.__call__ = watch
     hopper.processors = lambda device: 132
     plain.describable = lambda *_: True
+    plain.tile_for = lambda *_: Tile(64, 64, 4, 2, Copies.OWN)
     q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
     c = torch.rand(1, 2, 300), torch.rand(1, 2, 300)
     x, length = torch.randn(1, 1, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
@@ -137,7 +138,7 @@ def compare(driver: ctypes.CDLL) -> dict:
     weight, bias = torch.nn.Parameter(torch.randn(2, 128)), torch.nn.Parameter(torch.randn(2))
     for _ in range(2):
         hopper.launch_forward(q, k, v, *c, Options(0.125))
-        plain.launch_forward(q, k, v, *c, Options(0.125), tile=Tile(64, 64, 4, 2, Copies.OWN))
+        plain.launch_forward(q, k, v, *c, Options(0.125))
         with torch.no_grad():
             append_step(rooms, length, x, x, x, x, weight, bias, x[..., :32], x[..., 32:64])
     return launched

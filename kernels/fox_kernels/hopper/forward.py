@@ -196,14 +196,13 @@ class ForwardPlan(NamedTuple):
 _plans: dict[tuple, ForwardPlan] = {}
 
 
-def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> ForwardPlan:
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, constants: tuple) -> ForwardPlan:
     """Return how to launch the forward; constants are (`edge_kind`, sink, residual)."""
     from .forward_kernel import fox_forward
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     started, sink, residual = constants
-    if shape is None:
-        shape = SHORT[D] if D in SHORT and (started or S <= SHORT_KEYS) else SHAPES[D]
+    shape = SHORT[D] if D in SHORT and (started or S <= SHORT_KEYS) else SHAPES[D]
     given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
@@ -230,7 +229,7 @@ def edge_kind(options: Options, documents: Documents) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
-    counter: Tensor | None = None, out: Tensor | None = None, shape: Shape | None = None,
+    counter: Tensor | None = None, out: Tensor | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
@@ -240,13 +239,11 @@ def launch_forward(
     a multiple of 16 bytes, becomes o. Only where `unsupported` returns None.
     """
     constants = (edge_kind(options, documents), options.sink, residual is not None)
-    key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
-        constants, shape,
-    )  # fmt: skip
+    strides = (q.stride(), k.stride(), v.stride())
+    key = (q.shape, k.shape, strides, q.dtype, q.device, alignment(q, k, v, c_hi, c_lo), constants)
     plan = _plans.get(key)
     if plan is None:
-        plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
+        plan = remembered(_plans, key, plan_forward(q, k, v, constants))
     if any(plan.copies):
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape

@@ -20,13 +20,10 @@ from ..options import ONE_DOCUMENT, Documents, Options, Saved
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
 from .forward import shared_arguments, walked_together
-from .tiles import Copies, Tile, split_head_dim, tile_for
+from .tiles import Copies, split_head_dim, tile_for
 
 
-def launch_backward(
-    do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *,
-    tiles: tuple[Tile, Tile] | None = None,
-):  # fmt: skip
+def launch_backward(do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT):
     """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
     dlse2 (B, H, T) or None is dL/dlse2. The order of every sum is fixed, so two runs give the same bits.
@@ -45,7 +42,7 @@ def launch_backward(
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False)
     edges, lower = documents.edges, documents.first_seen
-    rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
+    rows, columns = (tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     record = 2 * columns.block_m + 16
     records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)
     lost = None

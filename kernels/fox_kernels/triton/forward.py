@@ -42,7 +42,7 @@ from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
 from ..host.strides import aligned, describable, source
 from ..options import ONE_DOCUMENT, Documents, Options
-from .tiles import Copies, Tile, split_head_dim, tile_for
+from .tiles import Copies, split_head_dim, tile_for
 
 L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
 
@@ -238,7 +238,7 @@ def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *,
-    residual: torch.Tensor | None = None, tile: Tile | None = None, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
@@ -252,7 +252,7 @@ def launch_forward(
     if o.numel() == 0:
         return o, lse2
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False)
-    tile = tile or tile_for("forward", D, q.dtype, q.device)
+    tile = tile_for("forward", D, q.dtype, q.device)
     m, n = tile.block_m, tile.block_n
     relative = block_relative(c_hi, c_lo, n)
     tma = int(tile.tma) * (split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v))
