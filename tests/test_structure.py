@@ -15,7 +15,7 @@ ORDER = (
     *("reporting", "hub", "cli", "__main__"),
 )
 KERNELS_ORDER = (
-    *("determinism", "options", "saved_checkpoints", "host", "arguments", "chunked", "reference"),
+    *("determinism", "options", "host", "arguments", "chunked", "reference"),
     *("common", "triton", "layer", "hopper", "decoding", "forward_backward", "autograd", "choose_backend", "api"),
 )
 """Rooms from the ground up: each may import itself and those before it."""

@@ -6,12 +6,10 @@ repeatable gradients for speed. Importing the package needs torch alone; Triton 
 it.
 """
 
-from . import reference, saved_checkpoints
+from . import reference
 from .api import decode_attention, decodes, forgetting_attention
 from .choose_backend import choose
 from .determinism import deterministic, set_deterministic
-
-saved_checkpoints.register(__name__)
 
 __all__ = [
     "choose",

@@ -1,16 +1,33 @@
 """The operator: its arguments, and the call of the backend that `choose_backend` picks."""
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from . import autograd, reference
-from .arguments import as_wide_as, check, check_cache, check_gates, under_autocast
+from .arguments import as_wide_as, check, check_cache, check_gates, traced, under_autocast, under_transform
 from .choose_backend import announce, choose
 from .host.device import on_device, triton_unsupported
-from .host.tracing import traced, under_transform
 from .options import Documents, given
-from .saved_checkpoints import without_pruning
 
 Tensor = torch.Tensor
+Operator = TypeVar("Operator", bound=Callable)
+NOTE = ["fox_kernels: prune is gone: all keys are computed; a horizon leaves keys out"]  # printed once
+
+
+def without_pruning(operator: Operator) -> Operator:
+    """`operator` for code saved beside checkpoints, which passes prune and k_bound: they approximated what this is."""
+
+    @functools.wraps(operator)
+    def call(*arguments, prune=None, k_bound=None, **options):
+        if prune is not None and NOTE and not torch.compiler.is_compiling():
+            print(NOTE.pop(), file=sys.stderr)
+        return operator(*arguments, **options)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 @without_pruning

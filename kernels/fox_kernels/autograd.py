@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from . import chunked, determinism
-from .arguments import check_backward
-from .host.tracing import traced
+from .arguments import check_backward, traced
 from .options import SCHEMA, Backend, Documents, Options, Saved
 
 LN_2 = math.log(2)

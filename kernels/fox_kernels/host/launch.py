@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import triton_version
 
 KNOWN = triton_version() in {(3, 6), (3, 7), (3, 8), (3, 9)}  # the way to a launch is known for these versions only
 FROM_3_7 = triton_version() != (3, 6)  # then a launch in C takes a kernel's arguments as one tuple
-
-HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 _runners: dict = {}
 _names: dict = {}  # kernel -> names of its arguments, names of its constants
@@ -59,18 +56,12 @@ def examined(arguments: tuple) -> tuple[tuple, tuple]:
     return tuple(kinds), tuple(passed)
 
 
-def watched() -> bool:
-    """Return whether Triton's launch hooks are in use (by a profiler)."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return enter is not HOOKS[0] or leave is not HOOKS[1] or bool(enter.calls or leave.calls)
-
-
 class Runner:
     """Runs a compiled kernel on the current device and stream.
 
     Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
     TensorDescriptor, or None for one that is None. Triton's own way to a launch makes five Python calls and looks at
-    all arguments again. With `short`, the launch in C is called directly; not while launch hooks are in use.
+    all arguments again. With `short`, the launch in C is called directly, past Triton's launch hooks.
     """
 
     def __init__(self, compiled, constants: tuple, described: tuple = ()):
@@ -100,7 +91,7 @@ class Runner:
             self.fixed += (None, None, compiled.packed_metadata, None, None, None)
 
     def __call__(self, grid: tuple, copied: tuple, arguments: tuple, passed: tuple | None = None) -> None:
-        if not self.short or watched():
+        if not self.short:
             blocks = [how and Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
             return

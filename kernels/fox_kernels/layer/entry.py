@@ -41,10 +41,7 @@ def turn_kernel(
     cos, sin = _cos_sin(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
     turns = (n[:, None] < N) & (p[None, :] < turning)
     at = qkv_ptr + n[:, None].to(tl.int64) * row + h * pairs * 2 + p[None, :]
-    a = tl.load(at, mask=turns, other=0.0).to(tl.float32)
-    b = tl.load(at + pairs, mask=turns, other=0.0).to(tl.float32)
-    tl.store(at, (a * cos - b * sin).to(qkv_ptr.dtype.element_ty), mask=turns)
-    tl.store(at + pairs, (b * cos + a * sin).to(qkv_ptr.dtype.element_ty), mask=turns)
+    rotary.turn(at, at, cos, sin, pairs, turns)
 
 
 @triton.jit

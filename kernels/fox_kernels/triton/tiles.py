@@ -31,7 +31,6 @@ class Tile(NamedTuple):
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper and B200 227 KB, A100 163, others 99.
 HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
     ("forward", 64): Tile(64, 128, 4, 3, Copies.OWN),  # 368; without TMA 348, 128 x 128 with 8 warps 255
-    ("forward", 96): Tile(64, 64, 4, 3),
     # 449, 1.02 to 1.07 times as fast with gates; without TMA 377, 128 x 64
     ("forward", 128): Tile(64, 64, 4, 3, Copies.OWN, gates_by_tma=True),
     ("forward", 256): Tile(128, 64, 8, 2, Copies.WALKED),  # with 8 warps 388: two small programs per processor overlap
