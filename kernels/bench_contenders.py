@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from bench_problems import HORIZON, UNORDERED, Decode, Problem
+from bench_problems import HORIZON, Decode, Problem
 
 
 def draw_gates(kind: str, B: int, T: int, H: int) -> torch.Tensor:
@@ -39,13 +39,6 @@ def ours(x, **options):
 
     inputs = leaves(x)
     return inputs, x["do"], lambda: fox_kernels.forgetting_attention(*inputs, cu_seqlens=x["cu_seqlens"], **options)
-
-
-def unordered(x):
-    import fox_kernels
-
-    inputs, do, step = ours(x)
-    return inputs, do, fox_kernels.deterministic(False)(step)
 
 
 def fla(x):
@@ -99,7 +92,6 @@ def setups(official_path: str | None, names: tuple[str, ...]) -> dict[str, Calla
     backends = torch.nn.attention.SDPBackend
     table: dict[str, Callable] = {
         "ours": ours,
-        UNORDERED: unordered,
         HORIZON: lambda x: ours(x, horizon=16.0),
         "plain Triton": lambda x: ours(x, backend="triton"),
         "fla": fla,

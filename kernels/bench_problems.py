@@ -4,12 +4,10 @@ import re
 from typing import NamedTuple
 
 DENSE = ("ours", "plain Triton", "official", "fla", "FlashAttention-2, no gate", "cuDNN, no gate")
-UNORDERED = "ours, dq in any order"
 HORIZON = "ours, horizon 16"
 SPARSE = (HORIZON, "official, pruned")
-OURS = ("ours", UNORDERED, HORIZON, "plain Triton")
-ON_AND_OFF = ("ours", HORIZON, "plain Triton")
-CONTENDERS = (*DENSE, UNORDERED, *SPARSE)
+OURS = ("ours", HORIZON, "plain Triton")
+CONTENDERS = (*DENSE, *SPARSE)
 OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 GATES = ("open", "mixed", "short")
 
@@ -79,14 +77,14 @@ DECODE = (
 def tasks(official: bool, fla: bool) -> list[Task]:
     """Return the whole plan; without the file or the package of a peer, without that peer."""
     ungated = ("FlashAttention-2, no gate", "cuDNN, no gate")
-    plan = [Task("table", p, (*DENSE, UNORDERED, *SPARSE)) for p in TABLE]
+    plan = [Task("table", p, CONTENDERS) for p in TABLE]
     plan += [Task("decode", p, ("ours",)) for p in DECODE]
     compared = ("ours", "plain Triton", "official", "fla")
     plan += [Task("errors", Problem(1, 4096, 16, 16, D, gates), compared) for D in (64, 128) for gates in GATES]
-    plan += [Task("extras", p._replace(gates="open"), ON_AND_OFF) for p in TABLE]
+    plan += [Task("extras", p._replace(gates="open"), OURS) for p in TABLE]
     plan += [Task("extras", Problem(2, 8192, 16, 16, D), ("ours", "plain Triton", "fla", *ungated)) for D in (80, 96)]
     plan += [Task("extras", Problem(2, 8192, 8, 8, 256), ("ours", "plain Triton", "fla", *ungated))]
-    plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*ON_AND_OFF, "fla")) for D in (64, 128)]
+    plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*OURS, "fla")) for D in (64, 128)]
     plan += [Task("extras", p._replace(gates="mixed"), ("ours", *SPARSE, "official")) for p in TABLE[:2]]
     missing = {n for n in CONTENDERS if (n.startswith("official") and not official) or (n == "fla" and not fla)}
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]

@@ -4,7 +4,7 @@ Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel wi
 which is longer than a short problem runs. Here a compiled kernel is looked up by everything it can be specialised on.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,17 +17,6 @@ FROM_3_7 = triton_version() != (3, 6)  # then a launch in C takes a kernel's arg
 
 _runners: dict = {}
 _names: dict = {}  # kernel -> names of its arguments, names of its constants
-
-
-class Described(NamedTuple):
-    """The fields of a TensorDescriptor that Triton's launcher reads; its checks cost more than the launch."""
-
-    base: torch.Tensor | None
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False  # read from Triton 3.7 on
 
 
 def examined(arguments: tuple) -> tuple[tuple, tuple]:
@@ -69,7 +58,7 @@ class Runner:
         launcher, fills = compiled.run, []
         known = KNOWN and type(launcher).__name__ == "CudaLauncher"
         if known and described:
-            fills = fillings(compiled, [Described(None, *how) for how in described if how is not None])
+            fills = fillings(compiled, [how for how in described if how is not None])
         self.short = known and None not in fills and not (launcher.global_scratch_size or launcher.profile_scratch_size)
         self.short = self.short and not getattr(launcher, "gsan_enabled", False)  # Triton's sanitizer adds arguments
         if not self.short:
@@ -92,7 +81,7 @@ class Runner:
 
     def __call__(self, grid: tuple, copied: tuple, arguments: tuple, passed: tuple | None = None) -> None:
         if not self.short:
-            blocks = [how and Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+            blocks = [how and TensorDescriptor(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
             return
         blocks = []
@@ -111,7 +100,7 @@ class Runner:
             self.go(*grid, stream, *self.fixed, *passed)
 
 
-def fillings(compiled, blocks: list) -> list:
+def fillings(compiled, described: list) -> list:
     """Return for each of a kernel's descriptors (what `Runner.fill` takes after the address, sizes to pass on).
 
     None for descriptors that TMA doesn't read.
@@ -119,12 +108,13 @@ def fillings(compiled, blocks: list) -> list:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
 
     fills = []
-    for x, meta in zip(blocks, compiled.metadata.tensordesc_meta or [None] * len(blocks), strict=True):
-        if meta is None or meta["fp4_padded"] or x.padding != "zero":
+    metas = compiled.metadata.tensordesc_meta or [None] * len(described)
+    for (shape, strides, _), meta in zip(described, metas, strict=True):
+        if meta is None or meta["fp4_padded"]:
             fills.append(None)
             continue
         block = (meta["swizzle"], meta["elem_size"], NUMBER[meta["elem_type"]], meta["block_size"])
-        fills.append(((*block, list(x.shape), list(x.strides), 0), (*x.shape, *x.strides)))
+        fills.append(((*block, list(shape), list(strides), 0), (*shape, *strides)))
     return fills
 
 

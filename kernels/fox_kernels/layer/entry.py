@@ -162,7 +162,7 @@ class _Entry(torch.autograd.Function):
         kept = weights if wq.dtype != x.dtype else None
         ctx.save_for_backward(flat, wq, wk, wv, wf, z, cos, sin, kept)
         ctx.head_dim, ctx.bias_dtype = head_dim, None if bias is None else bias.dtype
-        q, k, v = qkv.view(B, T, -1).split((Q, KV, KV), -1)
+        q, k, v = qkv.view(B, T, Q + 2 * KV).split((Q, KV, KV), -1)
         return q, k, v, log_f.view(B, T, H)
 
     @staticmethod
