@@ -92,7 +92,6 @@ def split_kernel(
     D0: tl.constexpr = PROBLEM.d0
     D1: tl.constexpr = PROBLEM.d1
     GROUP: tl.constexpr = PROBLEM.group
-    PRECISION: tl.constexpr = PROBLEM.precision
     heads = H // GROUP
     if length is not None:
         S = tl.load(length) + T
@@ -158,11 +157,11 @@ def split_kernel(
         v_rows = v + n0.to(tl.int64) * strides.v.token + offs_n[:, None] * strides.v.token
         k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
         v0 = tl.load(v_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
-        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        s = tl.dot(q0, tl.trans(k0), input_precision=PROBLEM.precision)
         if D1 > 0:
             k1 = tl.load(k_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
-            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+            s = tl.dot(q1, tl.trans(k1), s, input_precision=PROBLEM.precision)
         s, _tanh = scaled(s, scale, PROBLEM.exact_tanh)
         gates = c_rows[:, None] + j[None, :]
         known = real[:, None] & (j < limit)[None, :]
@@ -183,9 +182,9 @@ def split_kernel(
         p = tl.exp2(s - base[:, None])
         alpha = tl.exp2(m - base)
         l = l * alpha + tl.sum(p, 1)
-        acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PROBLEM.precision)
         if D1 > 0:
-            acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
+            acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PROBLEM.precision)
         m = top
 
     empty = l == 0  # NaN isn't

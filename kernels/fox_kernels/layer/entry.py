@@ -195,7 +195,9 @@ class _Entry(torch.autograd.Function):
             dwq = dwk = dwv = dwf = None
             if any(needs[1:4]) or needs[5]:
                 first = 0 if any(needs[1:4]) else R
-                dw = _transposed_product(g[:, first:] if first else g, x)
+                mine = g[:, first:].t()  # its product with x is summed over the tokens in float32
+                widens = g.is_cuda and g.dtype != torch.float32
+                dw = torch.mm(mine, x, out_dtype=torch.float32) if widens else mine.float() @ x.float()
                 dwf = dw[-2 * padded :].view(2, padded, K)[:, :H].sum(0)
                 if not first:
                     dwq, dwk, dwv = dw[:R].split((Q, KV, KV))
@@ -203,13 +205,6 @@ class _Entry(torch.autograd.Function):
                         dwq, dwk, dwv = dwq.to(wq.dtype), dwk.to(wk.dtype), dwv.to(wv.dtype)
             dbias = g[:, :R].sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[4] else None
             return dx, dwq, dwk, dwv, dbias, dwf, db.sum(0), None, None, None
-
-
-def _transposed_product(g: Tensor, x: Tensor) -> Tensor:
-    """Return g^T x in float32, summed over the tokens in float32."""
-    if g.is_cuda and g.dtype != torch.float32:
-        return torch.mm(g.t(), x, out_dtype=torch.float32)
-    return g.t().float() @ x.float()
 
 
 def entry(

@@ -8,7 +8,7 @@ backward; here x is read once in its own dtype each way. Products are three tf32
 ulp. dW and db are summed in a fixed order: the same bit for bit in every run.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -83,38 +83,16 @@ def gate_backward_kernel(
         tl.store(db_ptr + split * H + h, db, mask=h < H)
 
 
-class Tile(NamedTuple):
-    """What a kernel is compiled for: heads, rows and columns of a step; warps and pipeline stages."""
-
-    heads: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def forward_tile(H: int) -> Tile:
-    """Return the tile of `gate_kernel`: the largest that spills nothing on Ampere, Ada and Hopper."""
-    heads = max(16, power_of_2(H))
-    return Tile(heads, 64, 32, 4, 3) if heads == 16 else Tile(heads, 32, 32, 8, 2)
-
-
-def backward_tile(H: int) -> Tile:
-    """Return the tile of `gate_backward_kernel`."""
-    heads = max(16, power_of_2(H))
-    rows, columns = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
-    return Tile(heads, rows, columns, 4, 2)
-
-
 def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor, keeps_logit: bool = True) -> tuple[Tensor, Any]:
     """Return log f and z, each (N, H) float32, for x (N, K) of unit last stride; z is None if not kept."""
     (N, K), H = x.shape, weight.shape[0]
     log_f = torch.empty(N, H, dtype=torch.float32, device=x.device)
     z = torch.empty_like(log_f) if keeps_logit else None
     if N:
-        tile = forward_tile(H)
+        heads = max(16, power_of_2(H))
+        rows, warps, stages = (64, 4, 3) if heads == 16 else (32, 8, 2)  # more spill on Ampere, Ada or Hopper
         arguments = (x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H)
-        launch(gate_kernel, (cdiv(N, tile.rows),), arguments, tile[:3], warps=tile.warps, stages=tile.stages)
+        launch(gate_kernel, (cdiv(N, rows),), arguments, (heads, rows, 32), warps=warps, stages=stages)
     return log_f, z
 
 
@@ -124,14 +102,14 @@ def _backward(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     dx = torch.empty(N, K, dtype=x.dtype, device=x.device)
     if not N:
         return dx, torch.zeros_like(weight), weight.new_zeros(H)
-    tile = backward_tile(H)
-    steps = cdiv(N, tile.rows * SPLITS)
-    splits = cdiv(N, tile.rows * steps)
+    heads = max(16, power_of_2(H))
+    rows, columns = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
+    steps = cdiv(N, rows * SPLITS)
+    splits = cdiv(N, rows * steps)
     dw = torch.empty(splits, H, K, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, H, dtype=torch.float32, device=x.device)
     arguments = (dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps)
-    grid = (splits * cdiv(K, tile.columns),)
-    launch(gate_backward_kernel, grid, arguments, tile[:3], warps=tile.warps, stages=tile.stages)
+    launch(gate_backward_kernel, (splits * cdiv(K, columns),), arguments, (heads, rows, columns), stages=2)
     return dx, dw.sum(0), db.sum(0)
 
 

@@ -70,8 +70,6 @@ def _dkdv_block(
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     BM: tl.constexpr = TILE.block_m
     TMA: tl.constexpr = TILE.tma > 0
-    D1: tl.constexpr = PROBLEM.d1
-    PRECISION: tl.constexpr = PROBLEM.precision
     j, k0, k1, v0, v1 = keys
     dk0, dv0, dk1, dv1, column_sum = sums
     t = m0 + offs_m
@@ -88,13 +86,13 @@ def _dkdv_block(
         lift = (tl.load(record + 2 * BM) - bias.hi) + (tl.load(record + 2 * BM + 1) - bias.lo)
     q0 = load_rows(q, b, h, m0, strides.q.token, offs_m, columns.first, T, MASKED, TMA)
     do0 = load_rows(do, b, h, m0, strides.do.token, offs_m, columns.first, T, MASKED, TMA)
-    s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
-    dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
-    if D1 > 0:
+    s = tl.dot(k0, tl.trans(q0), input_precision=PROBLEM.precision)
+    dp = tl.dot(v0, tl.trans(do0), input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
         q1 = load_rows(q, b, h, m0, strides.q.token, offs_m, columns.second, T, MASKED, TMA)
         do1 = load_rows(do, b, h, m0, strides.do.token, offs_m, columns.second, T, MASKED, TMA)
-        s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
-        dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
+        s = tl.dot(k1, tl.trans(q1), s, input_precision=PROBLEM.precision)
+        dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PROBLEM.precision)
     s, tanh = scaled(s, scale, PROBLEM.exact_tanh)
     if MASKED:
         start, is_sink, sink_bias = None, None, 0.0
@@ -113,9 +111,9 @@ def _dkdv_block(
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
     p_rounded = p.to(do0.dtype)
-    dv0 = tl.dot(p_rounded, do0, dv0, input_precision=PRECISION)
-    if D1 > 0:
-        dv1 = tl.dot(p_rounded, do1, dv1, input_precision=PRECISION)
+    dv0 = tl.dot(p_rounded, do0, dv0, input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
+        dv1 = tl.dot(p_rounded, do1, dv1, input_precision=PROBLEM.precision)
     ds = p * (dp - delta[None, :])
     if MASKED:
         counted = tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds)
@@ -125,9 +123,9 @@ def _dkdv_block(
     if scale.softcap2 is not None:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(q0.dtype)
-    dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
-    if D1 > 0:
-        dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+    dk0 = tl.dot(ds, q0, dk0, input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
+        dk1 = tl.dot(ds, q1, dk1, input_precision=PROBLEM.precision)
     return dk0, dv0, dk1, dv1, column_sum
 
 

@@ -37,21 +37,19 @@ def _dq_block(
     """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts). sums: dq, and ds by row."""
     BN: tl.constexpr = TILE.block_n
     TMA: tl.constexpr = TILE.tma > 0
-    D1: tl.constexpr = PROBLEM.d1
-    PRECISION: tl.constexpr = PROBLEM.precision
     dq0, dq1, row_sums = sums
     keys = gates_of_keys(n0, offs_n, c, relative, 0, S, MASKED, False)
     k0 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.first, S, MASKED, TMA)
     v0 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.first, S, MASKED, TMA)
-    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    s = tl.dot(q0, tl.trans(k0), input_precision=PROBLEM.precision)
     # The sums of do.v start at -delta: moved there while the products before run, not subtracted when they have.
     dp = tl.zeros([q0.shape[0], BN], tl.float32) - delta[:, None]
-    dp = tl.dot(do0, tl.trans(v0), dp, input_precision=PRECISION)
-    if D1 > 0:
+    dp = tl.dot(do0, tl.trans(v0), dp, input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
         k1 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.second, S, MASKED, TMA)
         v1 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.second, S, MASKED, TMA)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-        dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision=PROBLEM.precision)
+        dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PROBLEM.precision)
     s, tanh = scores(s, keys, rows, S, scale, MASKED, PROBLEM)
     p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * dp
@@ -66,9 +64,9 @@ def _dq_block(
     if scale.softcap2 is not None:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(k0.dtype)
-    dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
-    if D1 > 0:
-        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+    dq0 = tl.dot(ds, k0, dq0, input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PROBLEM.precision)
     return dq0, dq1, row_sums
 
 

@@ -72,14 +72,12 @@ def _attend(
     many, and it cancels by itself.
     """
     TMA: tl.constexpr = TILE.tma > 0
-    D1: tl.constexpr = PROBLEM.d1
-    PRECISION: tl.constexpr = PROBLEM.precision
     keys = gates_of_keys(n0, offs_n, c, relative, row, S, MASKED, TILE.gates_by_tma)
     k0 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.first, S, MASKED, TMA)
-    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    if D1 > 0:
+    s = tl.dot(q0, tl.trans(k0), input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
         k1 = load_rows(k, b, h, n0, strides.k.token, offs_n, columns.second, S, MASKED, TMA)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision=PROBLEM.precision)
     s, _tanh = scores(s, keys, rows, S, scale, MASKED, PROBLEM)
     if MASKED:
         largest = tl.max(s, 1)
@@ -90,7 +88,7 @@ def _attend(
     base = tl.where(top == float("-inf"), 0.0, m) if MASKED else m
     alpha = tl.exp2(state.m - base)
     acc0, acc1 = state.acc0 * alpha[:, None], state.acc1
-    if D1 > 0:
+    if PROBLEM.d1 > 0:
         acc1 = acc1 * alpha[:, None]
     p = tl.exp2(s - (base - lift)[:, None])
     total = tl.sum(p, 1) if MASKED else tl.sum(partial_sums(p), 1)
@@ -102,10 +100,10 @@ def _attend(
         ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than widening 16 bits to 32
         total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
     weight = state.weight * alpha + total
-    acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PRECISION)
-    if D1 > 0:
+    acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PROBLEM.precision)
+    if PROBLEM.d1 > 0:
         v1 = load_rows(v, b, h, n0, strides.v.token, offs_n, columns.second, S, MASKED, TMA)
-        acc1 = tl.dot(p_rounded, v1, acc1, input_precision=PRECISION)
+        acc1 = tl.dot(p_rounded, v1, acc1, input_precision=PROBLEM.precision)
     return Softmax(acc0, acc1, top, m, l, weight)
 
 
