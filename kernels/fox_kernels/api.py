@@ -73,7 +73,7 @@ def forgetting_attention(
     backend="triton" reads that in place). Under torch.autocast they are taken in its dtype.
     Returns o (B, T, H, DV) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable;
     float64 for float64). Raises ValueError for arguments out of range, for a named backend that can't run, and for
-    second derivatives, batched gradients and torch.func of any backend but "reference". The values of log_f, cu_seqlens
+    second derivatives and torch.func of any backend but "reference". The values of log_f, cu_seqlens
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """

@@ -159,12 +159,7 @@ def check_cache(q: Tensor, k: Tensor, v: Tensor, c_hi: Tensor, c_lo: Tensor, opt
     return check(q, k, v, c_hi.transpose(1, 2), options, Documents(seq_start=seq_start))
 
 
-def check_backward(*gradients: Tensor | None) -> None:
-    """Raise ValueError in a backward that is to be differentiated itself, rather than give zero, or that is batched."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.is_grad_enabled():
+def check_backward() -> None:
+    """Raise ValueError in a backward that is to be differentiated itself, rather than give zero."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ValueError("no second derivative: leave create_graph=True out, or use fox_kernels.reference")
-    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-    if any(x is not None and batched(x) for x in gradients):
-        raise ValueError("gradients come one at a time: leave is_grads_batched=True out, or use fox_kernels.reference")
