@@ -17,7 +17,7 @@ NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
 
 
-def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+def gluon_unsupported(q: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels (Gluon) can't run a problem that the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0); on others the kernels were compiled, not run"
@@ -25,7 +25,7 @@ def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str 
         return f"the heads of v have {v.shape[-1]} channels, those of q and k {q.shape[-1]}"
     from .hopper.forward import unsupported
 
-    return unsupported(q, k, v, options)
+    return unsupported(q, options)
 
 
 def choose(
@@ -52,7 +52,7 @@ def choose(
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
     wanted = wanted._replace(scale=1.0) if wanted.scale is None else wanted
-    no_gluon = no_triton or gluon_unsupported(q, k, v, wanted)
+    no_gluon = no_triton or gluon_unsupported(q, v, wanted)
     if backend == "gluon":
         if no_gluon is not None:
             other = "triton" if no_triton is None else "chunked"

@@ -56,7 +56,7 @@ def gluon_missing() -> str | None:
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+def unsupported(q: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem on a Hopper GPU, or None if they can."""
     scale, window, sink, softcap, horizon = options
     if GLUON_MISSING is not None:
