@@ -77,6 +77,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
             return json.loads((out / "result.json").read_text(encoding="utf-8"))
         for refusal in preflight(recipe, state.num_processes, state.device):
             raise refusal
+        if state.device.type == "cpu":
+            say(state, "no CUDA GPU here: training on the CPU")
         with output_lock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 
@@ -91,9 +93,11 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     started = time.perf_counter()
     tokenizer = recipe_tokenizer(recipe.data.tokenizer, recipe.model)
     with state.main_process_first():  # the others find it done
-        # First of all: texts that can't be read leave OUTPUT alone.
+        # First of all: texts that can't be read leave OUTPUT alone, and are told before minutes of own chat.
+        tokens = prepare_data(recipe.data, tokenizer, progress=state.is_main_process)
         data = with_self_chat(recipe, tokenizer, state.device, progress=state.is_main_process)
-        tokens = prepare_data(data, tokenizer, progress=state.is_main_process)
+        if data is not recipe.data:
+            tokens = prepare_data(data, tokenizer, progress=False)
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe.model, out, recipe.fox, recipe.data, state)
     with state.main_process_first():

@@ -68,6 +68,13 @@ def test_a_cache_that_can_not_be_written_is_refused_before_they_are_made(
         with_self_chat(recipe, pico_tokenizer, CPU, False)
 
 
+def test_texts_that_can_not_be_read_are_told_before_they_are_made(make_recipe, monkeypatch, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{no JSON")
+    monkeypatch.delattr(self_chat, "load_base")
+    with pytest.raises(ValueError, match="not a line of JSON"):
+        train(with_share(make_recipe(data={"train": [str(tmp_path / "bad.jsonl")]}), 0.25))
+
+
 def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer):
     model, around = pico_llama(), turns_around_user(pico_tokenizer)
     first = sample_conversations(model, pico_tokenizer, 5, *around, progress=False)
