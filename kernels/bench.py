@@ -1,4 +1,4 @@
-"""Forgetting Attention side by side with its peers, in one process on one GPU: time, memory and error.
+"""Forgetting Attention side by side with its peers, in one process on one GPU: time and error.
 
 examples:
   python kernels/bench.py --official PATH --out benchmarks/kernels.json     everything: minutes, most of them compiling
@@ -30,7 +30,7 @@ def row_line(row: dict) -> str:
     """Return one measurement of the table or the extras as a line."""
     return (
         f"{row['problem']:36} {row['contender']:26} {row['forward_tflops']:6.0f} {row['backward_tflops']:6.0f} "
-        f"{row['total_ms']:9.3f} ms {row['peak_mb']:7.0f} MB"
+        f"{row['total_ms']:9.3f} ms"
     )
 
 

@@ -1,4 +1,4 @@
-"""Time, memory and error of contenders on one problem, and what the machine is."""
+"""Time and error of contenders on one problem, and what the machine is."""
 
 import datetime
 import importlib.metadata
@@ -52,29 +52,20 @@ class Clock:
 
 
 def set_up(name: str, setup: Callable, x: dict) -> dict:
-    """Run a contender once, forward and backward, and return its calls to be timed and its peak memory.
-
-    Peak memory is what one step takes beyond its inputs: o, gradients, what is saved and scratch.
-    """
+    """Run a contender once, forward and backward, and return its calls to be timed."""
     inputs, do, run = setup(x)
 
     def step():
         torch.autograd.grad(run(), inputs, do)
 
     step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
     o = run()
     calls = {
         "forward": run,
         "backward": lambda: torch.autograd.grad(o, inputs, do, retain_graph=True),
         "total": step,
     }
-    return {"name": name, "calls": calls, "peak_mb": peak / 1e6}
+    return {"name": name, "calls": calls}
 
 
 def take_turns(ready: list[dict], clock: Clock) -> None:
@@ -104,7 +95,7 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
         ms = {n: statistics.median(samples) for n, samples in entry["samples"].items()}
         rates = {f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in FLOPS}
         times = {f"{n}_ms": ms[n] for n in ms}
-        rows.append({"contender": entry["name"], **times, **rates, "peak_mb": entry["peak_mb"]})
+        rows.append({"contender": entry["name"], **times, **rates})
     return rows, skipped
 
 

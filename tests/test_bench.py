@@ -17,7 +17,7 @@ from bench_problems import DECODE, TABLE, Decode, Problem, Task
 
 
 def row(p: Problem | Decode, contender: str, total: float) -> dict:
-    rates = dict.fromkeys(("forward_tflops", "backward_tflops", "peak_mb"), 1.0)
+    rates = dict.fromkeys(("forward_tflops", "backward_tflops"), 1.0)
     return {"problem": p.name, "contender": contender, "total_ms": total, **rates}
 
 
