@@ -68,7 +68,7 @@ def resolve(source: Source) -> list[Unit]:
         files = _readable(path)
         if not files:
             known = f"{', '.join((*TEXT, *JSON_LINES, *PARQUET))}, each also with {', '.join(COMPRESSED)}"
-            raise ValueError(f"{path}: no readable file in this directory; read are {known}")
+            raise ValueError(f"{path}: no readable file in this directory; read are {known}; a glob reads any as text")
     elif path.is_file():
         files = [path]
     else:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LENGTH, TOKENS, ANSWER = 8192, 131072, 128
 """Tokens of a row, of a kind, and of an answer."""
-QUICK_LENGTH, QUICK_TOKENS, QUICK_ANSWER = 2048, 8192, 32
-"""The same in the quick form, for a CPU."""
+QUICK_LENGTH, QUICK_TOKENS, QUICK_ANSWER = 2048, 8192, 64
+"""The same in the quick form, for a CPU; some instructions ask for forty words, which 32 tokens can't hold."""
 
 
 def panel(
