@@ -233,6 +233,7 @@ class ForgettingLayer(DynamicLayer):
     def _take_rows(self, rows: Tensor) -> None:
         self._show()
         if self.pairs is None:
+            self.batch = len(rows)
             return self.groups[0].batch_select_indices(rows)
         place = {pair: (g, i) for g, pairs in enumerate(self.pairs) for i, pair in enumerate(pairs)}
         taken: list[list[tuple[int, int]]] = [[] for _ in self.groups]

@@ -15,7 +15,7 @@ CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_valu
 """transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
-INTERRUPTED = "a call that was interrupted left some layers of this cache without its tokens: start a new one"
+INTERRUPTED = "an interrupted call left some layers of this cache without its tokens: start a new one"
 SPARE_TOKENS, SPARE_PART = 64, 16  # room for more tokens, or a sixteenth of those there: new memory costs time
 
 

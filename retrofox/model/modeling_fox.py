@@ -384,18 +384,25 @@ class GatedLayer:
     """
 
     twin: Any
+    layers: Any  # of the cache
+    whole = True  # but within a change, and after one that was interrupted
     incoming: tuple[Tensor, list[Tensor]] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
         incoming, self.incoming = self.incoming, None
         if incoming is None:
             raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
+        first: Any = self.layers[0] if isinstance(self, DynamicLayer) else self
+        lags = first is not self and first.get_seq_length() != self.twin.get_seq_length() + key_states.shape[2]
+        if lags or not self.whole:
+            raise ValueError("an interrupted call left some layers of this cache without its tokens: start a new one")
         log_f, carried = incoming
-        carried = [x.flatten(2) for x in carried] or [log_f[..., :0]]
-        values = torch.cat(carried, -1)[:, None].to(key_states.dtype)
-        gates, _ = self.twin.update(log_f[:, None], values, *args, **kwargs)
-        self.gates = gates[:, 0]
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        values = torch.cat([log_f[..., :0], *(x.flatten(2) for x in carried)], -1)[:, None].to(key_states.dtype)
+        self.whole = False
+        self.gates = self.twin.update(log_f[:, None], values, *args, **kwargs)[0][:, 0]
+        shown = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        self.whole = True
+        return shown
 
     def log_f(self) -> Tensor:
         """(B, S, H) float32 of the keys that `update` returned."""
@@ -460,7 +467,7 @@ def with_gates(layer: Any, cache: Any) -> Any:
     twin = copy.deepcopy(layer)
     twin.is_initialized = False
     gated = object.__new__(GATED[type(layer)])
-    gated.__dict__.update(vars(layer), twin=twin)
+    gated.__dict__.update(vars(layer), twin=twin, layers=cache.layers)
     return gated
 
 

@@ -240,6 +240,17 @@ def test_rows_that_move_take_their_heads_along(pico_fox, change):
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+def test_rows_move_twice_between_two_tokens(pico_fox):
+    model, ids, found = pico_fox(**SPEC), ids_of(1, 20), []
+    for cache in (ForgettingCache(), DynamicCache(config=model.config)):
+        logits(model, ids, torch.ones_like(ids), cache, (20,))
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        with torch.no_grad():
+            found.append(model(ids_of(2, 5), **{CACHE: cache}).logits)
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 def test_a_group_without_rows_is_left_out(pico_fox):
     model, ids, mask, cache = pico_fox(**SPEC), ids_of(3, 200), mask_of(3, 200), ForgettingCache()
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), (200,))

@@ -75,12 +75,13 @@ def test_a_copy_goes_on_by_itself(pico_fox):
 
 
 def interrupted(call: Any, line: int) -> int:
-    """Runs `call` up to a line of retrofox.acceleration, as if Ctrl-C came there; returns how many lines it ran."""
+    """Runs `call` up to a line of the model or its cache, as if Ctrl-C came there; returns how many lines it ran."""
     count = 0
+    traced = ("acceleration", "modeling_fox", "cache_utils")
 
     def trace(frame, event, argument):
         nonlocal count
-        if event == "line" and "acceleration" in frame.f_code.co_filename:
+        if event == "line" and any(name in frame.f_code.co_filename for name in traced):
             count += 1
             if count == line:
                 sys.settrace(None)
@@ -98,10 +99,13 @@ def interrupted(call: Any, line: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("forgets", [True, False])
+WINDOWS = {"family": "mistral", "config": {"sliding_window": 7}}
+
+
+@pytest.mark.parametrize(("forgets", "more"), [(True, {}), (False, {}), (False, WINDOWS)], ids=str)
 @pytest.mark.parametrize(("begin", "end"), [(0, 120), (100, 135), (100, 101)])
-def test_ctrl_c_anywhere_in_a_call_leaves_a_cache_that_goes_on_or_a_clear_error(pico_fox, forgets, begin, end):
-    model, ids, mask = pico_fox(**SPEC), ids_of(2, 160), mask_of(2, 160)
+def test_ctrl_c_anywhere_in_a_call_leaves_a_cache_that_goes_on_or_a_clear_error(pico_fox, forgets, more, begin, end):
+    model, ids, mask = pico_fox(**SPEC, **more), ids_of(2, 160), mask_of(2, 160)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), (160,))
     whole: Any = ForgettingCache() if forgets else DynamicCache(config=model.config)
@@ -114,7 +118,7 @@ def test_ctrl_c_anywhere_in_a_call_leaves_a_cache_that_goes_on_or_a_clear_error(
         return model(ids[:, first:last], **given).logits
 
     went_on = failed = 0
-    for line in range(1, 1 + interrupted(lambda: read(copy.deepcopy(whole), begin, end), 0), 5):
+    for line in range(1, 1 + interrupted(lambda: read(copy.deepcopy(whole), begin, end), 0), 7):
         cache = copy.deepcopy(whole)
         interrupted(lambda cache=cache: read(cache, begin, end), line)
         first = cache.get_seq_length()
