@@ -72,7 +72,7 @@ def plan_of_own_gates(values: dict[str, Any], spec: FoxSpec, base: str, revision
     """
     if replace(spec, horizon=None) != FoxSpec():
         raise ValueError(f"{base} has forget gates of its own, which stay as they are: of fox it takes horizon alone")
-    kind = values["model_type"]
+    kind = AUTHORS if "fgate_type" in values else values["model_type"]  # the authors' was fla's until March 2025
     for name, allowed in EXPRESSIBLE[kind].items():
         if values.get(name, allowed[0]) not in allowed:
             raise ValueError(
@@ -132,7 +132,8 @@ def write_own_gates(directory: Path, found: Shards, plan: Plan, partial: Path) -
         with opening(file):
             pickled = file.suffix != ".safetensors"
             state |= torch.load(file, map_location="cpu", weights_only=True, mmap=True) if pickled else load_file(file)
-    state = renamed(state, plan)
+    with opening(f"a tensor of {directory}"):
+        state = renamed(state, plan)
     model = on_meta(plan.model_type, plan.config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in plan.tied:

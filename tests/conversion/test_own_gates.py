@@ -110,6 +110,8 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
     ("name", "change", "options", "said"),
     [
         ("authors-pro", {"ogate_act": "silu"}, [], "ogate_act 'silu'"),
+        ("authors-pro", {"ogate_act": "silu", "model_type": "forgetting_transformer"}, [], "ogate_act 'silu'"),
+        ("authors-pro", {"num_kv_heads": 1}, [], "a tensor of"),
         ("fla-plain", {"window_size": 64}, [], "window_size 64"),
         ("fla-plain", {"attnres_block_size": 4}, [], "attnres_block_size 4"),
         ("fla-plain", {"hidden_act": "powlu"}, [], "hidden_act 'powlu'"),
