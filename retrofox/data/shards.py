@@ -144,7 +144,7 @@ def prepare_sources(
         made = [read_shard(folder, shard.key) for shard in of_source]
         prepared.append(PreparedSource(source.path, source.weight, made))
         if not prepared[-1].tokens:
-            nothing, give = ("no assistant", "conversations") if reading.chat else ("no text", "texts")
+            nothing, give = ("no turn of an assistant", "conversations") if reading.chat else ("no text", "texts")
             empty = sum(shard.empty for shard in made)
             raise ValueError(f"{source.path}: {nothing} in it (empty documents: {empty}): give {give}")
         literals = sum(shard.literals for shard in made)

@@ -215,8 +215,11 @@ def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
         ('{"messages": [{"from": "human"}]}', "must hold a list of {role, content}"),
         ('{"messages": ["hello"]}', "must hold a list of {role, content}"),
         ('{"text": "hello"}', "no field 'messages'; the record has 'text': set text_field"),
-        ('{"messages": [{"role": "user", "content": "hello"}]}', r"no assistant in it \(empty documents: 1\)"),
-        ('{"messages": null}', r"no assistant in it \(empty documents: 1\)"),
+        (
+            '{"messages": [{"role": "user", "content": "hello"}]}',
+            r"no turn of an assistant in it \(empty documents: 1\)",
+        ),
+        ('{"messages": null}', r"no turn of an assistant in it \(empty documents: 1\)"),
     ],
 )
 def test_records_that_hold_no_conversation_are_named(content, why, tmp_path, chat_tokenizer):
