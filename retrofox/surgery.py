@@ -171,21 +171,19 @@ def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
         for _, module in new_modules(attention):
             module.to_empty(device=device)
             module.reset()
-        if attention.forget_gate is not None:
-            bias = attention.forget_gate.bias
-            bias.data.copy_(torch.tensor(initial_bias(plan.spec, len(bias))))
-    if isinstance(plan.spec.open_heads, tuple):
-        _open_gates(model, plan.spec)
+    start_gates(model, plan.spec)
     return model
 
 
 @torch.no_grad()
-def _open_gates(model: Any, spec: FoxSpec) -> None:
-    """Gives the gates of `spec.open_heads` their half-life."""
+def start_gates(model: Any, spec: FoxSpec) -> None:
+    """Gives every gate the half-life that it starts with, as far as no text decides it."""
     kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     gates = [attention.forget_gate for _, attention in attentions(model)]
-    assert isinstance(spec.open_heads, tuple)
-    for layer, kv_head in spec.open_heads:
+    for gate in gates:
+        if gate is not None:
+            gate.bias.copy_(torch.tensor(initial_bias(spec, len(gate.bias))))
+    for layer, kv_head in () if isinstance(spec.open_heads, int) else spec.open_heads:
         bias = gates[layer].bias.view(kv_heads, -1)  # type: ignore[union-attr]
         bias[kv_head] = bias_from_half_life(open_half_life(spec, trained_length(model.config)))
 

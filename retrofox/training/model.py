@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from retrofox.anatomy import is_converted, is_new_tensor, lm_class
 from retrofox.config import DataConfig, ExtendStage, LoraConfig, Recipe, Stage
 from retrofox.conversion.convert import convert
+from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
@@ -21,7 +22,7 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import holds_converted, read_config, refuse_adapter
 from retrofox.planning.plan import refused
-from retrofox.surgery import make_plan
+from retrofox.surgery import make_plan, start_gates
 from retrofox.training.document_attention import set_document_attention
 from retrofox.training.lora import adapted, add_adapters
 
@@ -47,7 +48,7 @@ def trained_config(recipe: Recipe) -> Any:
 
 
 def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
-    """The model of a config with random weights in float32, with adapters where `lora` has them.
+    """The model of a config with random weights in float32, but gates at their starts; adapters where `lora` has them.
 
     Args:
         base: what adapters name as their base.
@@ -55,6 +56,11 @@ def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
     if not config.model_type.startswith("fox_"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model = lm_class(config.model_type.removeprefix("fox_"))(config)
+    spec = FoxSpec.from_dict(config.fox).resolved(trained_length(config))
+    if isinstance(spec.open_heads, int):  # a text will choose them: here one in each layer in turn
+        layers = config.num_hidden_layers
+        spec.open_heads = tuple((n % layers, n // layers) for n in range(spec.open_heads))
+    start_gates(model, spec)
     return model if lora is None else add_adapters(model, lora, base)
 
 

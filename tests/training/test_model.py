@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import logsigmoid
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
+from retrofox.anatomy import attentions
+from retrofox.half_lives import half_life_tokens
+from retrofox.surgery import make_plan
 from retrofox.training.measure import check_here
+from retrofox.training.model import built
 from retrofox.training.objectives import original_form
 from retrofox.training.teacher import changed_since_conversion, needs_teacher, teacher_for
 from retrofox.training.train import train
@@ -40,6 +45,16 @@ def teacher_of(recipe, source):
 def logits(model):
     with torch.no_grad():
         return model(input_ids=torch.arange(2, 60)[None]).logits
+
+
+def test_steps_are_measured_with_the_gates_that_training_starts_with(pico_checkpoint):
+    """Gates of one token would hide nearly every key behind a horizon: steps would look faster than they are."""
+    fox = {"init": "measured", "half_life": [16, 384], "open_heads": 2, "horizon": 8}
+    model = built(make_plan(AutoConfig.from_pretrained(pico_checkpoint), retrofox.FoxSpec.from_dict(fox)).config)
+    lives = [half_life_tokens(logsigmoid(gate.forget_gate.bias)).detach() for _, gate in attentions(model)]
+    longest = torch.stack(lives).unflatten(-1, (2, -1))  # layers, kv heads, query heads of each
+    assert (longest[:, 0] > 1000).all()  # open: one kv head in each of the two layers
+    torch.testing.assert_close(longest[:, 1].max(), torch.tensor(384.0), rtol=1e-3, atol=0)
 
 
 def test_frozen_weights_of_a_conversion_teach_themselves(converted, recipe_of):
