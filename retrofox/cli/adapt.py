@@ -77,7 +77,9 @@ def train(recipe: RecipeFile, changes: Overrides = None) -> None:
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter directory trained by retrofox.")],
+    adapter: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="A LoRA adapter directory trained by retrofox.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
 ) -> None:
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""

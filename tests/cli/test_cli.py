@@ -155,6 +155,7 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "eval {base}": "nothing to evaluate on",
         "plan smollm2-lora --sharding fsdp1": "--sharding",
         "push ./absent me/fox": "does not exist",
+        "merge ./absent out": "does not exist",
         "convert {base} {base}": "exists: remove it",
         "recipes new --model {base} --gpu 4090 --out /proc/new.yaml": "/proc/new.yaml: No such file or directory",
         "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
