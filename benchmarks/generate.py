@@ -7,7 +7,7 @@
 Without --model: SmolLM2-135M's shapes with random weights. Contenders take turns in one run:
 
     fox              as it decodes by default: a captured step and all keys on a GPU, a cache that forgets on a CPU
-    fox-forgetting   a cache that forgets; transformers' loop
+    fox-forgetting   a cache that forgets
     fox-full         a cache that keeps all keys
     fox-dense        the same without the horizon: all keys are kept and read
     base             transformers' dynamic cache and SDPA, whose kernel is FlashAttention

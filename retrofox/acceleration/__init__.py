@@ -14,8 +14,8 @@ from fox_kernels import forgetting_attention
 from transformers import DynamicCache
 
 from retrofox.acceleration import attention_dispatch, fused_attention, growing_cache
-from retrofox.acceleration.cuda_graph_decoding import decode
-from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
+from retrofox.acceleration.cuda_graph_decoding import decode, forgets
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 
 INTERFACE = 1
 """The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""

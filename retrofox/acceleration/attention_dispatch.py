@@ -11,6 +11,7 @@ from fox_kernels import decode_attention, decodes
 
 from retrofox.acceleration.forgetting_cache import ForgettingLayer, by_live_keys
 from retrofox.acceleration.installed_kernels import decode_at, decodes_at
+from retrofox.acceleration.pooled_cache import PooledLayer
 from retrofox.acceleration.static_cache import visible_at
 
 
@@ -43,17 +44,26 @@ def by_decoding(call: Any) -> torch.Tensor:
 
 def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     """A decoding step whose length only the device knows: it counts the filled positions of key and value."""
-    layer = call.gates.layer
-    length, (high, low) = layer.length, layer.cumulative()
-    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    layer, query = call.gates.layer, call.query
+    length, dim, pooled = layer.length, query.shape[3], isinstance(layer, PooledLayer)
+    if pooled:  # each row's kv heads are rows of their own
+        query = query.reshape(len(layer.held), -1, *query.shape[2:])
+        key, value, high, low = layer.pooled(dim)
+    else:
+        key, value, (high, low) = call.key, call.value, layer.cumulative()
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if decodes_at(q, k):
         if layer.first is None:
             layer.first = torch.zeros(k.shape[0] * k.shape[2], dtype=torch.int32, device=k.device)
-        given = {"seq_start": length.seq_start, "first": layer.first, **_options(call)}
-        return decode_at(q, k, v, high, low, length.on_device, **given)
-    options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
-    visible = visible_at(length, call.query.shape[2], call.options["window"])
-    return masked_attention(call.query, call.key, call.value, (high, low), visible, **options)
+        given = {"seq_start": length.seq_start, "first": layer.first, "offset": layer.offset, **_options(call)}
+        out = decode_at(q, k, v, high, low, length.on_device, **given)
+    else:
+        if pooled:
+            key, value, high, low = layer.gathered(dim)
+        options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
+        visible = visible_at(length, query.shape[2], call.options["window"])
+        out = masked_attention(query, key, value, (high, low), visible, **options)
+    return out.reshape(call.query.shape[0], 1, -1, out.shape[3]) if pooled else out
 
 
 def _options(call: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Decoding:
 
     Attributes:
         end: tokens of the text so far; the cache gets back all but the last of them.
+        running: the cache of a step.
         how: how the steps ran.
     """
 
@@ -41,7 +42,7 @@ class Decoding:
         positions: torch.Tensor | None,
         total: int,
     ):
-        self.model, self.cache, self.end = model, cache, ids.shape[1]
+        self.model, self.cache, self.running, self.end = model, cache, cache, ids.shape[1]
         self.fed, self.capacity = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
         self.no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=ids.device)
         self.seq_start = None if mask is None or bool(mask.all()) else (~mask.bool()).cumprod(1).sum(1).to(torch.int32)
@@ -79,7 +80,7 @@ class Decoding:
         if self.tokens.is_cuda:  # its stream: a wait for the whole device would break into another thread's capture
             torch.cuda.current_stream(self.tokens.device).synchronize()
         self.graph = None
-        self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.cache.layers]
+        self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.running.layers]
 
     def _see(self) -> None:
         """Sets how much of the buffers a step reads."""
@@ -129,7 +130,7 @@ class Decoding:
                 attention_mask=self.no_mask,
                 use_cache=True,
                 return_dict=True,
-                **{CACHE: self.cache},
+                **{CACHE: self.running},
             )
         self.logits = output.logits[:, -1].float()
         self.positions.add_(1)

@@ -22,7 +22,9 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from retrofox.acceleration.captured_step import Decoding, reads_for
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.acceleration.growing_cache import CACHE
+from retrofox.acceleration.pooled_cache import PooledDecoding
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -33,6 +35,15 @@ KNOWN_INPUTS = {
 }  # fmt: skip
 """Model inputs that a step makes itself; others that aren't None keep transformers' loop."""
 logger = logging.getLogger(__name__)
+
+
+def forgets(model: Any) -> bool:
+    """Whether `generate` should make a ForgettingCache: the model has a horizon, and runs where no step is captured.
+
+    A captured step, too, reads live keys alone, from a full cache: it is as fast and frees nothing.
+    """
+    fox = getattr(model.config, "fox", None) or {}
+    return fox.get("horizon") is not None and model.device.type not in DEVICES
 
 
 def reason_against(
@@ -69,6 +80,14 @@ def reason_against(
     new = limit - input_ids.shape[1]
     if new < LEAST_TOKENS:
         return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
+    if isinstance(cache, ForgettingCache):
+        if any(layer.whole for layer in cache.layers):  # type: ignore[attr-defined]
+            return "the cache keeps what a mask with holes left of a text"
+        if any(hasattr(layer.self_attn, "expand_kv") for layer in model.get_decoder().layers):
+            return "a cache that forgets expands a latent's keys in transformers' loop alone"
+        shortest = input_ids.shape[1] if mask is None else int(mask.sum(1).min())
+        if shortest <= (model.config.fox["sink_tokens"] or 0):
+            return "a text is shorter than its sinks"
     if positions is not None and positions.dim() != 2:
         return "positions have more than one dimension per token"
     if mask is not None:
@@ -87,6 +106,8 @@ def rope_kinds(config: Any) -> set[str]:
 
 
 def _fixable(cache: Any) -> bool:
+    if type(cache) is ForgettingCache:
+        return True
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return False
     names = {type(layer).__name__ for layer in cache.layers}
@@ -123,7 +144,8 @@ def decode(
         if streamer is not None:
             streamer.end()
         return ids
-    decoding = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
+    kind = PooledDecoding if isinstance(cache, ForgettingCache) else Decoding
+    decoding = kind(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
     with decoding:
         sampler = Sampler(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
         ids = _loop(decoding, sampler, streamer)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from retrofox.acceleration import cuda_graph_decoding
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition
 
@@ -37,6 +36,7 @@ class ForgettingLayer(DynamicLayer):
     """
 
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
+    options: Any = None  # of the latest call
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -146,6 +146,7 @@ class ForgettingLayer(DynamicLayer):
 
         Checks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
+        self.options = call.options
         horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
@@ -306,15 +307,6 @@ def _alike(first: Tensor | None, other: Tensor | None) -> bool:
         some = other if first is None else first
         return some is None or not bool(some.any())
     return torch.equal(first, other)
-
-
-def forgets(model: Any) -> bool:
-    """Whether `generate` should make a ForgettingCache: the model has a horizon, and runs where no step is captured.
-
-    A captured step, too, reads live keys alone, from a full cache: it is faster and frees nothing.
-    """
-    fox = getattr(model.config, "fox", None) or {}
-    return fox.get("horizon") is not None and model.device.type not in cuda_graph_decoding.DEVICES
 
 
 def by_live_keys(call: Any, attend: Callable[[Any], Tensor]) -> Tensor:

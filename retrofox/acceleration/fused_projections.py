@@ -25,7 +25,7 @@ from retrofox.acceleration.installed_kernels import (
     rotary,
     shift,
 )
-from retrofox.acceleration.static_cache import FixedLayer
+from retrofox.acceleration.static_cache import SharedLength
 
 __all__ = ["gate", "head_norm", "shift"]
 ROTARY = "apply_rotary_pos_emb"
@@ -168,24 +168,26 @@ def entered(module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: to
 
 
 def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any) -> Any:
-    """A step's projections, appended to a FixedLayer together with the gates, in one kernel; None where it can't be.
+    """A step's projections, appended to fixed buffers together with the gates, in one kernel; None where that can't be.
 
     The projections are the modules' own, adapters included.
     """
     layers, gates = getattr(cache, "layers", ()), module.forget_gate
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
-    if type(layer) is not FixedLayer or module.mode != "fox" or module.projects or gates is None:
+    length: Any = getattr(layer, "length", None)
+    if not isinstance(length, SharedLength) or module.mode != "fox" or module.projects or gates is None:
         return None
     if gates.weight is None or gates.record or not untouched(gates):
         return None
     bounds = None if gates.bounds is None else gates.derived.get(hidden_states.device)
     if gates.bounds is not None and bounds is None:
         return None
-    if not appends_step(layer._buffers, hidden_states, gates.weight, gates.bias):
+    rooms, offset = layer._buffers, layer.offset  # type: ignore[union-attr]
+    if not appends_step(rooms, hidden_states, gates.weight, gates.bias):
         return None
     q, k, v = (linear(hidden_states).contiguous() for linear in (module.q_proj, module.k_proj, module.v_proj))
     given = (hidden_states, q, k, v, gates.weight, gates.bias, *cos_sin)
-    turned = append_step(layer._buffers, layer.length.on_device, *given, bounds=bounds)
+    turned = append_step(rooms, length.on_device, *given, bounds=bounds, offset=offset)
     return Projections(module, hidden_states, turned, k, v, None)
 
 

@@ -79,6 +79,7 @@ class FixedLayer(GrowingLayer):
     """
 
     first: torch.Tensor | None = None
+    offset = None  # rows share no room
 
     def __init__(self, source: Any, length: SharedLength, capacity: int, head_dim: int):
         super().__init__()

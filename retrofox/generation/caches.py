@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
+from retrofox.acceleration.cuda_graph_decoding import forgets
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 
 
 def new_cache(model: Any, kind: str = "auto") -> Any:

@@ -155,6 +155,12 @@ def check_append(device: str) -> None:
             torch.testing.assert_close(c, exact, atol=1e-9, rtol=1e-13)
 
 
+def shared(rooms, Hkv: int):
+    """Return the rooms of sequences and kv heads one behind another, as one that they share."""
+    sums = rooms[2].unflatten(1, (2, Hkv, -1)).permute(1, 3, 0, 2, 4, 5).flatten(2, 4).flatten(0, 1)
+    return *(x.reshape(1, 1, -1, x.shape[-1]) for x in rooms[:2]), sums[None, ..., None]
+
+
 @torch.no_grad()
 def check_append_step(device: str) -> None:
     """One kernel leaves the bits of five: gates, bounds, copies for query heads, turned queries and keys, append."""
@@ -176,7 +182,10 @@ def check_append_step(device: str) -> None:
         length = torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device)
         wanted = [y.clone() for y in rooms]
         assert append.appends_step(rooms, x, weight, bias)
-        ours = append.append_step(rooms, length, x, q, k, v, weight, bias, cos, sin, bounds)
+        offset = 70 * torch.arange(B * Hkv, device=device, dtype=torch.int32)
+        alike, given = [y.clone() for y in shared(rooms, Hkv)], (x, q, k, v, weight, bias, cos, sin, bounds)
+        append.append_step(alike, length, *given, offset=offset)
+        ours = append.append_step(rooms, length, *given)
         heads = [y.unflatten(-1, (-1, w)).transpose(1, 2) for y, w in ((q, D), (k, D), (v, VW))]
         if P:
             heads[:2] = rotary(*heads[:2], cos, sin)
@@ -185,7 +194,43 @@ def check_append_step(device: str) -> None:
         append.append(wanted, length, *heads[1:], log_f.repeat_interleave(H // gates, -1))
         assert torch.equal(ours, heads[0].transpose(1, 2).flatten(2))
         assert all(map(torch.equal, rooms, wanted)), n
+        assert all(map(torch.equal, alike, shared(wanted, Hkv))), n
         assert (ours is q) == (P == 0)
+
+
+def check_shared_rooms(device: str) -> None:
+    """Rows of unlike lengths in rooms that they share, all else there being NaN: appended to and attended as alone."""
+    for options in ({"sink": 3, "horizon": 8.0}, {"window": 100, "softcap": 20.0}, {"horizon": 8.0}):
+        torch.manual_seed(0)
+        held, S, new, G, D = [5, 300, 129, 640], 640, 70, 2, 32
+        q, k, v = (torch.randn(4, S + new, heads, D, device=device) for heads in (G, 1, 1))
+        log_f = -torch.tensor([[0.21, 0.051], [0.001, 0.0], [3.0, 0.53], [0.11, 0.041]], device=device)
+        log_f = log_f[:, None].repeat(1, S + new, 1)
+        start = torch.tensor([S - n for n in held], dtype=torch.int32, device=device)
+        room = torch.arange(4, device=device, dtype=torch.int32) * 1024 + 128
+        offset = room + start % 128 - start
+        hi, lo = cumulative_torch(log_f)
+        rooms = [torch.full((1, n, 4224, w), torch.nan, device=device) for n, w in ((1, D), (1, D), (2 * G, 1))]
+        for row, n in enumerate(held):
+            at = slice(int(offset[row]) + S - n, int(offset[row]) + S)
+            for x, old in zip(rooms, (k, v, torch.cat((hi, lo), 1)[..., None].transpose(1, 2)), strict=True):
+                x[0, :, at] = old[row, S - n : S].transpose(0, 1)
+        first = start.clone()
+        k_all, v_all = (x[:, 0].expand(4, -1, -1)[:, :, None] for x in rooms[:2])
+        c_hi, c_lo = rooms[2][..., 0].expand(4, -1, -1).split(G, 1)
+        for n in range(S, S + new):
+            length = torch.tensor([n], dtype=torch.int32, device=device)
+            *new, gate = (x[:, n].view(2, 2, 1, -1) for x in (k, v, log_f))  # two rows of two kv heads
+            append.append(rooms, length, *new, gate.transpose(1, 2).flatten(2), offset=offset)
+            at = {"length": length, "seq_start": start, "first": first, "offset": offset}
+            with torch.no_grad():
+                o = fixed.decode_at(q[:, n : n + 1], k_all, v_all, c_hi, c_lo, **at, **options)
+            if n % 23 == 0 or n == S:
+                shown = (x[:, : n + 1] for x in (k, v, log_f))
+                exact = reference.forgetting_attention(q[:, n : n + 1], *shown, seq_start=start, **options)
+                assert (o - exact).abs().max() < 1e-5
+        with pytest.raises(ValueError, match="need first"), torch.no_grad():
+            fixed.decode_at(q[:, :1], k_all, v_all, c_hi, c_lo, length, offset=offset)
 
 
 def check_refusals(device: str) -> None:
@@ -204,7 +249,7 @@ def check_refusals(device: str) -> None:
 
 CHECKS = {
     "any problem": check_any_problem, "horizon": check_horizon, "steps": check_steps, "append": check_append,
-    "append step": check_append_step,
+    "append step": check_append_step, "shared rooms": check_shared_rooms,
     "refusals": check_refusals,
 }  # fmt: skip
 

@@ -18,8 +18,9 @@ EVERY_OPTION = {"starts": True, "window": 4096, "sink": 4, "softcap": 30.0, "hor
 
 
 def launches(
-    D: int, arch: int, T: int = 1, dtype=torch.bfloat16, starts: bool = False, at_length: bool = False, **options
-) -> dict[str, tuple]:
+    D: int, arch: int, T: int = 1, dtype=torch.bfloat16, starts: bool = False, at_length: bool = False,
+    shared: bool = False, **options,
+) -> dict[str, tuple]:  # fmt: skip
     """Return what a decoding call of a kind launches, `by_name`."""
     B, S, H, Hkv = 16, 65536, 32, 8
     q, k = torch.empty(B, T, H, D, dtype=dtype), torch.empty(D, dtype=dtype).expand(B, S, Hkv, D)
@@ -31,6 +32,7 @@ def launches(
             patch.setattr(planner, name, lambda *given, choose=choose: choose(*given[:-1], divmod(arch, 10)))
         decoder = planner.Decoder(q.shape, Hkv, dtype, q.device, Options(0.125, **options), padded=starts)
         given = {"length": tokens[:1], "first": tokens} if at_length else {}
+        given |= {"offset": tokens[:B]} if shared else {}
         decoder(q, k, k, c, c, seq_start=tokens[:B] if starts else None, **given)
     return by_name(found)
 
@@ -50,13 +52,13 @@ def append_a_token(width: int, length: int | torch.Tensor = 5) -> None:
 
 
 @torch.no_grad()
-def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int) -> None:
+def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int, offset: torch.Tensor | None = None) -> None:
     rooms = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 2 * 9, 64, 1)]
     weight, angles = torch.empty(9 // heads_per_gate, K), torch.empty(2, 2, 1, pairs, dtype=torch.bfloat16)
     x, q, k = (torch.empty(2, 1, width, dtype=torch.bfloat16) for width in (K, 9 * D, 3 * D))
     length = torch.zeros(1, dtype=torch.int32)
     bias = weight[:, 0].contiguous()
-    append.append_step(rooms, length, x, q, k, k, weight, bias, *angles, bias if pairs else None)
+    append.append_step(rooms, length, x, q, k, k, weight, bias, *angles, bias if pairs else None, offset=offset)
 
 
 @torch.no_grad()
@@ -72,6 +74,8 @@ DECODED = {
     **{f"split, D = {D}, every option": (D, EVERY_OPTION) for D in (64, 128)},
     "split at a length, D = 64": (64, {"at_length": True}),
     "split at a length, D = 128, every option": (128, EVERY_OPTION | {"at_length": True}),
+    "split at a length, D = 64, in shared rooms": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
+    "merge at a length, in shared rooms": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
     "merge at a length": (64, {"horizon": 8.0, "at_length": True}),
     "split, D = 80": (80, {}),
     "split, D = 256, every option": (256, EVERY_OPTION),
@@ -86,6 +90,7 @@ OTHERS = {
     "append with shifts": (append_a_token, 240),
     "append at a length": (append_a_token, 64, torch.zeros(1, dtype=torch.int32)),
     "append a step": (append_a_step, 576, 64, 32, 3),
+    "append a step to shared rooms": (append_a_step, 576, 64, 32, 3, torch.zeros(6, dtype=torch.int32)),
     "append a step, D = 256": (append_a_step, 4096, 256, 128, 1),
     "append a step, nothing turned": (append_a_step, 576, 80, 0, 1),
     **{f"decode, {n} channels": (decode_a_token, n) for n in (1024, 16384)},

@@ -57,7 +57,7 @@ class Gate(NamedTuple):
 
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k, v, log_f, keys, values, sums, length_ptr, turned, gate, bounds, strides, length, room, T, H, floor,
+    k, v, log_f, keys, values, sums, length_ptr, offset, turned, gate, bounds, strides, length, room, T, H, floor,
     GROUP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -67,10 +67,15 @@ def append_kernel(
     offs_k, offs_v, pair = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, KP // 2)
     k += b * strides.k[0] + h_kv * strides.k[1]
     v += b * strides.v[0] + h_kv * strides.v[1]
-    keys += ((b * heads + h_kv) * room + length) * KW
-    values += ((b * heads + h_kv) * room + length) * VW
-    hi = sums + (b * 2 * H + h) * room + length
-    lo = sums + (b * 2 * H + H + h) * room + length
+    place, hi_place, lo_place = (b * heads + h_kv) * room, (b * 2 * H + h) * room, (b * 2 * H + H + h) * room
+    if offset is not None:
+        place = tl.load(offset + b * heads + h_kv).to(tl.int64)
+        hi_place = (h % GROUP).to(tl.int64) * room + place
+        lo_place = (GROUP + h % GROUP).to(tl.int64) * room + place
+    keys += (place + length) * KW
+    values += (place + length) * VW
+    hi = sums + hi_place + length
+    lo = sums + lo_place + length
     c = tl.load(hi - 1, mask=length > 0, other=0.0).to(tl.float64)
     c += tl.load(lo - 1, mask=length > 0, other=0.0).to(tl.float64)
     for t in range(T):
@@ -110,29 +115,34 @@ def appends(k: Tensor, v: Tensor, log_f: Tensor) -> bool:
     return plain and alike and k.shape[2] <= MOST_TOKENS and k.numel() > 0 and available(k)
 
 
-def append(rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, *_: object) -> None:
+def append(
+    rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, *_: object,
+    offset: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
     k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
     values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head, rounded, and its rounding error. length:
     an int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
+    offset (B * Hkv,) int32 on the device: all share rooms (1, 1, room, KW), (1, 1, room, VW), (1, 2 H / Hkv, room, 1),
+    where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j.
     What code saved beside a checkpoint may give behind these (a bound on the keys' norms) is of no use any more.
     """
-    _launch(rooms, length, k, v, log_f)
+    _launch(rooms, length, k, v, log_f, offset, log_f.shape[-1])
 
 
 def _launch(
-    rooms, length, k, v, log_f, turned: Turn | None = None, gate: Gate | None = None, bounds=None, warps=1
+    rooms, length, k, v, log_f, offset, H, turned: Turn | None = None, gate: Gate | None = None, bounds=None, warps=1
 ) -> None:
-    (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], rooms[2].shape[1] // 2
+    (B, Hkv, T, KW), VW = k.shape, v.shape[-1]
     keys, values, sums = rooms
     length, at = (0, length) if isinstance(length, Tensor) else (length, None)
     strides = AppendStrides(k.stride()[:3], v.stride()[:3], None if log_f is None else log_f.stride())
     with torch.cuda.device_of(k):
         launch(
             append_kernel, (B * H,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
-            turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, room=keys.shape[2], T=T, H=H,
-            floor=LOG_F_MIN, GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
+            offset=offset, turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, room=keys.shape[2],
+            T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
             BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
         )  # fmt: skip
 
@@ -145,17 +155,17 @@ def appends_step(rooms: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -
 
 def append_step(
     rooms: list[Tensor], length: Tensor, x: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor,
-    cos: Tensor, sin: Tensor, bounds: Tensor | None = None,
+    cos: Tensor, sin: Tensor, bounds: Tensor | None = None, offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append T tokens with keys turned, and log f = log sigmoid(W x + b) - bounds; return the queries, turned.
 
     x (B, T, K) entered the layer, whose projections are q (B, T, H D), k (B, T, Hkv D) and v (B, T, Hkv VW), contiguous
     and of its dtype; weight (gates, K), bias and bounds (gates,) float32: a gate for one query head or several. cos,
-    sin (B or 1, T, P): as in `layer.rotary`, with P = 0 nothing turns. rooms and length: see `append`. Only where
-    `appends_step` returns True.
+    sin (B or 1, T, P): as in `layer.rotary`, with P = 0 nothing turns. rooms, length and offset: see `append`. Only
+    where `appends_step` returns True.
     """
     B, T, K = x.shape
-    Hkv, H = rooms[0].shape[1], rooms[2].shape[1] // 2
+    Hkv, H = (y.shape[-1] // rooms[0].shape[3] for y in (k, q))
     turned, out = None, q
     if cos.shape[-1]:
         out = torch.empty_like(q)
@@ -165,5 +175,5 @@ def append_step(
         turned = Turn(q, out, cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.shape[-1])
     k, v = (y.view(B, T, Hkv, -1).transpose(1, 2) for y in (k, v))
     gate = Gate(x, weight, bias, K, H // len(weight))
-    _launch(rooms, length, k, v, None, turned, gate, bounds, warps=4)
+    _launch(rooms, length, k, v, None, offset, H, turned, gate, bounds, warps=4)
     return out

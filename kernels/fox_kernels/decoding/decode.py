@@ -6,7 +6,8 @@ kept as two floats beside the cache (`append.append` lengthens it); every decay 
 Blocks of keys begin at multiples of their size: only so does Triton know that c may be copied 16 bytes at a time.
 
 With a length on the device the cache holds as many tokens as it says before the T new ones, and S is only the most that
-it may hold: one captured graph serves every length up to S.
+it may hold: one captured graph serves every length up to S. With an offset all sequences share a room: position j of
+sequence b lies at offset[b] + j.
 """
 
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def walk_of(pair, known, S, T, heads, window, sink, start, first, BN: tl.constex
 
 @triton.jit(do_not_specialize=["S", "slots", "pairs", "window", "sink"])
 def split_kernel(
-    q, k, v, c, start, first, length, parts, strides, T, S, H, pairs, slots, window, sink, scale, horizon2,
+    q, k, v, c, start, first, length, offset, parts, strides, T, S, H, pairs, slots, window, sink, scale, horizon2,
     PROBLEM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = TILE.block
@@ -134,6 +135,11 @@ def split_kernel(
         q1 = tl.load(q_rows[:, None] + offs_d1[None, :], mask=real[:, None], other=0.0)
         acc1 = tl.zeros([ROWS, D1], tl.float32)
     c_rows = b * strides.c.batch + h * strides.c.head
+    if offset is not None:
+        at = tl.multiple_of(tl.load(offset + b).to(tl.int64), 64)
+        c_rows += at
+        k += at * strides.k.token
+        v += at * strides.v.token
     c_i_hi, c_i_lo = tl.load(c.hi + c_rows + pos), tl.load(c.lo + c_rows + pos)
     k += b * strides.k.batch + h_kv * strides.k.head
     v += b * strides.v.batch + h_kv * strides.v.head
@@ -199,7 +205,7 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["S", "splits"])
 def merge_kernel(
-    parts, o, lse, c, first, length, strides, T, S, H, splits, horizon2,
+    parts, o, lse, c, first, length, offset, strides, T, S, H, splits, horizon2,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -207,7 +213,7 @@ def merge_kernel(
     if first is not None and row == rows:  # the last row of programs looks where the next step may begin
         if length is not None:
             S = tl.load(length) + T
-        advance(first, kv, S - T, H, c, strides, horizon2, GROUP, ROWS)
+        advance(first, kv, S - T, H, c, strides, offset, horizon2, GROUP, ROWS)
         return
     out = kv * splits
     if parts.begin is not None:

@@ -31,6 +31,7 @@ def decode_at(
     *,
     seq_start: Tensor | None = None,
     first: Tensor | None = None,
+    offset: Tensor | None = None,
     **options,
 ) -> Tensor:
     """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
@@ -40,6 +41,8 @@ def decode_at(
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
     first       (B * Hkv,) int32 on the device, for a horizon: a key before which none is seen. A text begins with
                 zeros; each call moves it on, for calls at this length or later ones. None: each call searches anew
+    offset      (B,) int32 on the device, multiples of 64: all rows share rooms; k, v, c_hi, c_lo have batch stride 0,
+                and position j of row b lies at offset[b] + j. It needs seq_start, and first no lower than that
 
     seq_start and options (scale, window, sink, softcap, horizon) are as in `forgetting_attention`. Raises ValueError
     where `decodes_at` is False and for a length of another kind.
@@ -52,9 +55,11 @@ def decode_at(
     if length.shape != (1,) or length.dtype != torch.int32 or length.device != q.device or length.data_ptr() % 16:
         raise ValueError(f"length must be (1,) int32 on {q.device}, aligned to 16 bytes; got {tuple(length.shape)} "
                          f"{length.dtype} on {length.device}")  # fmt: skip
+    if offset is not None and (first is None or seq_start is None):
+        raise ValueError("rooms that rows share (offset) need first and seq_start: where each row begins")
     wanted = resolved(given(**options)[0], q.shape[-1], k.shape[1])
     decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, wanted, padded=seq_start is not None)
     wide = as_wide_as(q, v)
     with on_device(q):
-        o = decoder(q, k, wide, c_hi, c_lo, seq_start=seq_start, length=length, first=first)
+        o = decoder(q, k, wide, c_hi, c_lo, seq_start=seq_start, length=length, first=first, offset=offset)
     return o if wide is v else o[..., : v.shape[-1]]

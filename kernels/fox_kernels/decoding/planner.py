@@ -104,11 +104,11 @@ class Decoder:
         self.slots, self.splits = (f(self.pairs, processors(device)) for f in (slots_for, splits_for))
         self.most_parts = max(1, 16384 // power_of_2(D))
 
-    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None, first=None):
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None, first=None, offset=None):
         """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
 
         length (1,) int32 on the device: tokens that are cached before the T new ones, whose sum is at most S.
-        first (B * Hkv,) int32: what the call before left, 0 at first; see `fixed.decode_at`.
+        first (B * Hkv,) int32: what the call before left, 0 at first; offset (B,) int32; see `fixed.decode_at`.
         """
         T, H, D, S, pairs, block = self.T, self.H, self.D, k.shape[1], self.pairs, self.tile.block
         if seq_start is not None:
@@ -144,16 +144,16 @@ class Decoder:
         tile = self.tile._replace(pairs=power_of_2(pairs) if shares else 0, aligned=4 if whole else 1)
         parts = Parts(part, part_lse, begin)
         launch(
-            split_kernel, grid, q=q, k=k, v=v, c=c, start=seq_start, first=first, length=length, parts=parts,
-            strides=CacheStrides(*(Strides(*x.stride()[:3]) for x in (q, k, v)), c_strides), T=T, S=S, H=H, pairs=pairs,
-            slots=self.slots, window=window, sink=sink or None, scale=self.scale, horizon2=horizon2,
+            split_kernel, grid, q=q, k=k, v=v, c=c, start=seq_start, first=first, length=length, offset=offset,
+            parts=parts, strides=CacheStrides(*(Strides(*x.stride()[:3]) for x in (q, k, v)), c_strides), T=T, S=S, H=H,
+            pairs=pairs, slots=self.slots, window=window, sink=sink or None, scale=self.scale, horizon2=horizon2,
             PROBLEM=self.problem, TILE=tile, stages=self.stages,
         )  # fmt: skip
         launch(
             merge_kernel, (self.rows + goes_on, pairs, 1), parts=parts, o=o, lse=lse2, c=c,
-            first=first if goes_on else None, length=length, strides=c_strides, T=T, S=S, H=H, splits=splits,
-            horizon2=horizon2, GROUP=group, D=D, DP=power_of_2(D), PARTS=min(power_of_2(most), self.most_parts),
-            ROWS=group_rows,
+            first=first if goes_on else None, length=length, offset=offset, strides=c_strides, T=T, S=S, H=H,
+            splits=splits, horizon2=horizon2, GROUP=group, D=D, DP=power_of_2(D),
+            PARTS=min(power_of_2(most), self.most_parts), ROWS=group_rows,
         )  # fmt: skip
         return o
 

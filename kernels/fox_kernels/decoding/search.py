@@ -12,11 +12,13 @@ SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 
 
 @triton.jit
-def rows_of(kv, H, c, strides, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def rows_of(kv, H, c, strides, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The rows of c of a kv head's query heads; the last of ROWS may repeat."""
     heads = H // GROUP
     head = kv % heads * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)
     at = kv // heads * strides.batch + head * strides.head
+    if offset is not None:
+        at += tl.load(offset + kv // heads)
     return Gates(c.hi + at, c.lo + at)
 
 
@@ -40,7 +42,7 @@ def search_kernel(
     kv = tl.program_id(0).to(tl.int64)
     if length is not None:
         S = tl.load(length) + T
-    rows = rows_of(kv, H, c, strides, GROUP, ROWS)
+    rows = rows_of(kv, H, c, strides, None, GROUP, ROWS)
     c_i = Gates(tl.load(rows.hi + S - T), tl.load(rows.lo + S - T))
     skipped, width = S * 0, 1
     for _ in tl.static_range(STEPS - 1):
@@ -52,9 +54,9 @@ def search_kernel(
 
 
 @triton.jit
-def advance(first, kv, i, H, c, strides, horizon2, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def advance(first, kv, i, H, c, strides, offset, horizon2, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Moves a kv head's first key, as an earlier query saw it, on to what the query at i sees: mostly one look."""
-    rows = rows_of(kv, H, c, strides, GROUP, ROWS)
+    rows = rows_of(kv, H, c, strides, offset, GROUP, ROWS)
     c_i = Gates(tl.load(rows.hi + i), tl.load(rows.lo + i))
     skipped, more = tl.load(first + kv) // SEARCH_BLOCK, tl.full([], WAYS, tl.int32)
     while more == WAYS:
