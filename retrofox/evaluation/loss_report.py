@@ -152,7 +152,7 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             start, subject = "shuffling the gates over heads", "which head has which gate"
         amount = f"changes the loss by {_cell(line['difference'], signed=True)}"
         if interval is None and abs(change) > NO_CHANGE:
-            verdict = "makes no clear difference, since one document gives no interval,"
+            verdict = "makes no clear difference (one document gives no interval)"
         elif abs(change) <= NO_CHANGE or not side(interval):
             verdict = "makes no clear difference"
         else:

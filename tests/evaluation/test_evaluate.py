@@ -118,7 +118,7 @@ def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, measure):
         (-0.3, [-0.4, -0.2], "gating hurts"),
         (0.3, [-0.1, 0.7], "no clear"),
         (5e-5, [4e-5, 6e-5], "no clear"),  # less than anybody would call a change
-        (0.3, None, "gating makes no clear difference, since one document gives no interval, on this text"),
+        (0.3, None, "gating makes no clear difference (one document gives no interval) on this text"),
     ],
 )
 def test_a_change_is_named_as_its_interval_allows(change, interval, word):
