@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from retrofox.cli.options import Overrides, RecipeFile
+from retrofox.cli.options import Overrides, RecipeFile, require_there
 
 
 def prepare(recipe: RecipeFile, changes: Overrides = None) -> None:
@@ -71,6 +71,8 @@ def train(recipe: RecipeFile, changes: Overrides = None) -> None:
     from retrofox.config import load_recipe
 
     loaded = load_recipe(recipe, changes or [])
+    if not os.path.exists(loaded.output):  # a run that resumes may do without them
+        require_there([loaded.model], [*loaded.data.train, *loaded.data.eval])
     from retrofox.training.train import train as run
 
     run(loaded)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from retrofox.support.counts import ALLOWED, parse_count
+
+if TYPE_CHECKING:
+    from retrofox.data.sources import Text
 
 METAVAR = "TOKENS"
 
@@ -41,7 +44,7 @@ Overrides = Annotated[
 ]
 
 
-def require_there(models: Sequence[str], texts: Sequence[str] = ()) -> None:
+def require_there(models: Sequence[str], texts: Sequence[Text] = ()) -> None:
     """Refuses models and texts that are not there, before seconds go by in importing torch."""
     from retrofox.data.windows import require_files
     from retrofox.loading.source import holds_converted

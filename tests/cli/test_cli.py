@@ -166,6 +166,8 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "inspect {base} --data absent.txt": "no data at absent.txt",
         "panel {base} --against {base} --data verse=absent": "no data at absent",
         "generate ./absent hi": "./absent: no such directory",
+        "train smollm2-control model=./absent": "./absent: no such directory",
+        "train smollm2-control model={base} data.train=[absent.txt]": "no data at absent.txt",
     }
     code = """
 import shlex, sys, retrofox.cli.app as app
