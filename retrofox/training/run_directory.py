@@ -148,7 +148,8 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     changed = _changes(load_recipe(file), recipe, complete_stages(out, recipe.stages))
     if changed:
         raise ValueError(
-            f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
+            f"{out} holds another run: {', '.join(changed)} differ{'s' * (len(changed) == 1)} from {file}. "
+            "Choose another `output`, or delete it"
         )
     return yaml.safe_load(file.read_text(encoding="utf-8"))["batch_tokens"]
 

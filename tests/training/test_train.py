@@ -76,7 +76,7 @@ def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
     assert again == result
     assert "nothing left to do" in capsys.readouterr().err
     changed = recipe.model_copy(update={"seed": 5})
-    with pytest.raises(ValueError, match="holds another run: seed differ"):
+    with pytest.raises(ValueError, match="holds another run: seed differs from"):
         train(changed)
     with pytest.raises(ValueError, match="is a model's directory"):
         train(recipe.model_copy(update={"output": result["model"]}))
