@@ -69,7 +69,7 @@ def open_model(
         label = getattr(source.config, "name_or_path", "") or type(source).__name__
         if tokenizer is None and reads_text:
             tokenizer = open_tokenizer(label)
-        return LoadedModel(_unwrapped(source), tokenizer, _short(label), label)
+        return LoadedModel(_unwrapped(source), tokenizer, short_name(label), label)
     text, place = os.fspath(source), resolve_device(device)
     if wanted is None:
         wanted = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -79,7 +79,7 @@ def open_model(
         model = load(text, dtype=wanted, device=place)
     else:
         model, _ = load_base(text, dtype=wanted, device=place)
-    return LoadedModel(_unwrapped(model), tokenizer, _short(text), text)
+    return LoadedModel(_unwrapped(model), tokenizer, short_name(text), text)
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
@@ -87,7 +87,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
     return causal_lm(model).eval()
 
 
-def _short(source: str) -> str:
+def short_name(source: str) -> str:
     """A model's name in tables: the end of its path; RUN for a model that `train` wrote to RUN/model."""
     path = os.path.abspath(source) if os.path.exists(source) else os.path.normpath(source)
     if os.path.basename(path) == "model":
