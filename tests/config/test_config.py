@@ -204,7 +204,7 @@ def test_shipped_recipes_parse_are_short_and_say_what_was_measured_on_what(path)
         assert word in text.lower()
     assert recipe.data.eval
     for source in (*recipe.data.train, *recipe.data.eval):
-        assert re.fullmatch(r"hf:emozilla/pg19:\w+\[:\d+\]", source.path)
+        assert re.fullmatch(r"hf:(emozilla/pg19|monology/pile-uncopyrighted):\w+\[:\d+\]", source.path)
     assert ("not run here" in text) != ("corpus:   the figures above are of a private mixture" in text)
 
 
