@@ -25,7 +25,13 @@ SPILLS = {
     (120, "dkdv", 80): 16, (120, "dq", 96): 16, (120, "dkdv", 96): 8, (80, "forward", 192): 8,
     (90, "forward", 192): 16, (90, "dkdv", 192): 48, (86, "dq", 192): 16, (89, "dq", 192): 16,
 }  # fmt: skip
-WITH_HORIZON = {("forward", 64): 8, ("dq", 64): 56, ("dkdv", 64): 88, ("dq", 128): 64, ("dkdv", 128): 32}
+RECIPE = {"group": 3, "starts": True, "horizon": 8.0, "sink": 1}
+SPILLS_OF_RECIPES = {
+    (80, "dkdv", 64): 16, (86, "dkdv", 64): 56, (89, "dkdv", 64): 56, (100, "dkdv", 64): 64, (120, "dkdv", 64): 72,
+    (80, "dkdv", 128): 224, (86, "dkdv", 128): 16, (89, "dkdv", 128): 16, (100, "dkdv", 128): 312,
+    (120, "dkdv", 128): 56, (90, "forward", 64): 8, (90, "dq", 64): 8, (90, "dkdv", 64): 256, (90, "dq", 128): 80,
+    (90, "dkdv", 128): 216,
+}  # fmt: skip
 HEAD_DIMS = [64, 128, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 96, 192, 256))]
 
 
@@ -86,10 +92,11 @@ def test_packed_documents_spill_nothing(kernel, D, arch):
     check(compiled_tile(kernel, D, arch, starts=True), arch)
 
 
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_horizon_spills_no_more_than_recorded_on_hopper(kernel, D):
-    check(compiled_tile(kernel, D, 90, horizon=8.0), 90, WITH_HORIZON.get((kernel, D), 0))
+def test_what_recipes_train_spills_no_more_than_recorded(kernel, D, arch):
+    check(compiled_tile(kernel, D, arch, **RECIPE), arch, SPILLS_OF_RECIPES.get((arch, kernel, D), 0))
 
 
 @pytest.mark.slow

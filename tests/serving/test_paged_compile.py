@@ -1,4 +1,4 @@
-"""The kernels over pages compiled for Ampere, Ada and Hopper without a GPU: they fit and spill nothing."""
+"""The kernels over pages compiled without a GPU, for each kind that they are meant for: they fit and spill nothing."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from retrofox.serving import paged_attention, paged_rows
 from retrofox.serving.prefill import Links
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
-from compiling import check, compiled_launch, noted
+from compiling import SHARED_MEMORY, check, compiled_launch, noted
 
 KV_HEADS, PAGE, REQUESTS = 2, 16, 3
 OPTIONS = {"scale": 0.125, "window": None, "sink": 0, "softcap": None, "horizon": None}
@@ -74,7 +74,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("name", CALLS)
 def test_fits_and_spills_nothing(name, arch):
     with noted(paged_attention, paged_rows) as found:
