@@ -14,8 +14,10 @@ OWN_GATES = ("forgetting_transformer-project_fox", "forgetting_transformer")
 
 
 def check_known(source: object, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a model (its config.json as a dict) of a type that transformers doesn't know."""
+    """Raises ValueError for a model (its config.json as a dict) that transformers can't open: one with gates, too."""
     model_type = values.get("model_type")
+    if model_type in OWN_GATES:
+        check_supported(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{source} has model_type {model_type!r}, which this version of transformers does not know, and code beside"

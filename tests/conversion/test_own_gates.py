@@ -131,6 +131,14 @@ def test_what_can_not_be_computed_exactly_is_refused_by_name(run, tmp_path, name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
+@pytest.mark.parametrize("name", ["fla-plain", "authors-pro"])
+def test_to_use_one_as_it_is_says_to_convert_it(run, tmp_path, name):
+    write(name, tmp_path / "theirs")
+    code, _, error = run("generate", tmp_path / "theirs", "a")
+    assert code == 2
+    assert "have forget gates already: `retrofox convert MODEL OUT`" in error
+
+
 @pytest.mark.parametrize("name", ["fla-plain", "fla-all"])
 def test_to_fla_and_back_is_bit_equal(made, run, tmp_path, name):
     made(name)
