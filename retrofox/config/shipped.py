@@ -5,16 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
-OLD_NAMES = {
-    "smollm2-partial": "smollm2-stretch",
-    "smollm2-three-stages": "smollm2-no-rope",
-    "longcrawl64-fox": "smollm2-fox-paper",
-}
 
 
 @dataclass(frozen=True)
@@ -56,9 +50,6 @@ def named(name: str) -> ShippedRecipe:
         FileNotFoundError: there is none; the text names the nearest and lists all.
     """
     wanted = name.removesuffix(".yaml").removeprefix("recipes/")
-    if wanted in OLD_NAMES:
-        print(f"{wanted} is the old name of {OLD_NAMES[wanted]}", file=sys.stderr)
-        wanted = OLD_NAMES[wanted]
     recipes = {recipe.name: recipe for recipe in shipped()}
     if wanted not in recipes:
         near = difflib.get_close_matches(wanted, recipes, n=1)

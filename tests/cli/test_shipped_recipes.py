@@ -36,13 +36,6 @@ def test_show_prints_the_file_itself(run):
         assert (code, out) == (0, (ROOT / "recipes" / "smollm2-stretch.yaml").read_text())
 
 
-def test_the_old_name_of_a_recipe_says_the_new_one(run):
-    code, out, err = run("recipes", "show", "smollm2-partial")
-    assert (code, out) == (0, (ROOT / "recipes" / "smollm2-stretch.yaml").read_text())
-    assert err == "smollm2-partial is the old name of smollm2-stretch\n"
-    assert load_recipe("smollm2-partial") == load_recipe("smollm2-stretch")
-
-
 def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run("recipes", "cp", "smollm2-lora")
