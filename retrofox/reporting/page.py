@@ -17,8 +17,7 @@ from retrofox.reporting.summary import cell, difference
 from retrofox.support.plots import svg
 
 SECTIONS = {
-    "memory": "Memory",
-    "needles": "Needles in a haystack",
+    "needles": "Memory: needles in a haystack",
     "loss": "Loss by position",
     "panel": "Unlike texts and instructions",
     "heads": "Gates",
@@ -33,7 +32,7 @@ def render(result: dict[str, Any]) -> str:
     """report.html of a report's result."""
     summary, parts = result["summary"], {name: entry["result"] for name, entry in result["parts"].items()}
     needles = [part for name, part in parts.items() if name.startswith("needle-")]
-    there = {"memory", "method", *parts, *(["needles"] if needles else []), *(["missing"] if result["missing"] else [])}
+    there = {"method", *parts, *(["needles"] if needles else []), *(["missing"] if result["missing"] else [])}
     there |= {"tasks"} if "tasks-long" in parts else set()
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined

@@ -36,7 +36,7 @@ def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "headline": headline(rows, few),
         "few": few,
         "rows": rows,
-        "sentences": _sentences(results, rows),
+        "sentences": _sentences(results),
     }
 
 
@@ -175,18 +175,13 @@ def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """By topic, in words: memory, loss, panel, heads, tasks."""
-    sentences: dict[str, list[str]] = {"memory": [], "loss": [], "panel": [], "heads": [], "tasks": []}
-    for topic in dict.fromkeys(row["topic"] for row in rows if row["topic"].startswith("needle")):
-        own = [row for row in rows if row["topic"] == topic and row["state"] is not None]
-        if own:
-            what = f"{topic.removeprefix('needle ')} needles found".capitalize()
-            sentences["memory"].append(_compared(what, "more", "fewer", own))
-    own = [row for row in rows if row["topic"] == "loss" and row["state"] is not None]
-    if own:
-        sentences["loss"].append(_compared("Loss", "lower", "higher", own))
-    sentences["loss"] += gate_verdicts(results.get("loss", {"lines": []}))
+def _sentences(results: Mapping[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """By topic, what its table does not say: of the loss, the panel and the heads."""
+    sentences: dict[str, list[str]] = {
+        "loss": gate_verdicts(results.get("loss", {"lines": []})),
+        "panel": [],
+        "heads": [],
+    }
     live = results.get("heads", {}).get("live_share")
     if live:
         row = live["lengths"][-1]
@@ -199,24 +194,7 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
         sentences["panel"].append(worst_kind(results["panel"]))
         if results["panel"]["instructions"] is not None:
             sentences["panel"].append(instruction_sentence(results["panel"]["instructions"]))
-    tasks = [row for row in rows if row["topic"] == "tasks" and row["state"] is not None]
-    if tasks:
-        count = {state: sum(row["state"] == state for row in tasks) for state in (BETTER, WORSE, UNCLEAR)}
-        sentences["tasks"].append(
-            f"of {len(tasks)} task metrics {count[BETTER]} are better than the base's, {count[WORSE]} worse, "
-            f"{count[UNCLEAR]} without a clear difference"
-        )
     return sentences
-
-
-def _compared(what: str, better: str, worse: str, rows: list[dict[str, Any]]) -> str:
-    """Where it is better, worse, or not clearly different from the base."""
-    told = []
-    for state, word in {BETTER: better, WORSE: worse, UNCLEAR: UNCLEAR}.items():
-        at = [row["what"] for row in rows if row["state"] == state]
-        if at:
-            told.append(f"{word} at {', '.join(at)}")
-    return f"{what}, against the base: {'; '.join(told)}"
 
 
 def cell(value: Mapping[str, Any] | None, unit: str) -> tuple[str, str]:

@@ -41,15 +41,13 @@ def test_what_cannot_be_measured_is_named(made, tmp_path, monkeypatch):
     assert "piqa need lm-eval, which is not installed" in page
 
 
-def test_without_texts_there_are_gates_alone_in_the_models_directory_and_the_page_says_so(made, tmp_path):
+def test_without_texts_there_are_gates_alone_in_the_models_directory(made, tmp_path):
     model = tmp_path / "run7" / "model"
     shutil.copytree(made["given"]["model"], model)
     result = report(model, progress=False)
     assert list(result["parts"]) == ["heads"]
     assert set(result["missing"]) == {"needle-easy", "needle-standard", "loss", "panel", "tasks"}
-    page = (model / "report" / "report.html").read_text()
-    assert "says nothing about memory" in page
-    assert "<h1>run7</h1>" in page
+    assert "<h1>run7</h1>" in (model / "report" / "report.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")
