@@ -15,7 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipes, use
 from retrofox.cli.convert import convert
-from retrofox.support.launches import processes, wait_to_be_ended
+from retrofox.support.launches import wait_to_be_ended
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -111,9 +111,6 @@ def main() -> None:
     # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        if processes() > 1:
-            # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         app()
     except RuntimeError:
         wait_to_be_ended()

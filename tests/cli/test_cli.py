@@ -12,7 +12,6 @@ import typer
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
 from retrofox.cli.spec_options import STATE, spec_fields
-from retrofox.support.processes import fresh_python
 
 
 def test_help_imports_no_torch():
@@ -241,17 +240,3 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code, "say"], input=b"h\xff\n", capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
-
-
-@pytest.mark.parametrize(("own", "value"), [({"WORLD_SIZE": "2"}, "ERROR"), ({}, None)])
-def test_what_torch_reads_as_it_loads_is_set_before(own, value):
-    """Where the process that holds torch's store is lost, each of the others would print a C++ stack trace."""
-    program = (
-        "import os, sys\nfrom retrofox.cli import app\nsys.argv = ['retrofox', '--version']\n"
-        "try:\n    app.main()\nexcept SystemExit: "
-        "print('torch' in sys.modules, os.environ.get('TORCH_CPP_LOG_LEVEL'))"
-    )
-    ours = ("TORCH_CPP_LOG_LEVEL", "WORLD_SIZE")
-    environment = {key: value for key, value in os.environ.items() if key not in ours}
-    done = subprocess.run(fresh_python(program), env={**environment, **own}, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == f"False {value}", done.stderr
