@@ -134,7 +134,7 @@ def main() -> None:
     steps.run("train", train, run, resumes=True)
     evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
-    steps.run("eval", [*evaluate, "--no-controls", "--windows", "1" if options.fast else "2"], results)
+    steps.run("eval", [*evaluate, "--no-controls"], results)
     asking = ["retrofox", "needle", str(run / "model"), "--against", model, str(converted)]
     asking += ["--data", str(DATA / "heldout"), "--out", str(needles), *(NEEDLES_FAST if options.fast else NEEDLES)]
     steps.run("needle", asking, needles)

@@ -17,15 +17,12 @@ def evaluate(
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
     length: Annotated[
         int,
-        typer.Option(
-            parser=count, metavar=METAVAR, help="Tokens per window; by default the first ones of each document."
-        ),
+        typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document, from its start."),
     ] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON and plots.")] = None,
     max_documents: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Use only the first N documents.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=0, metavar="N", help="Windows per document; 0 = all.")] = 1,
     min_tokens: Annotated[
         int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
     ] = 2,
@@ -52,7 +49,7 @@ def evaluate(
     require_there([model, *(against or ())], data or ())
     from retrofox.evaluation.evaluate import evaluate as run
 
-    options: dict[str, Any] = {"length": length, "windows": windows or None, "min_tokens": min_tokens}
+    options: dict[str, Any] = {"length": length, "min_tokens": min_tokens}
     options |= {"max_documents": max_documents, "controls": controls, "text_field": text_field}
     options |= {"tasks": names, "include_path": include_path, "limit": limit}
     run(model, against=against or None, data=data or [], out=out, **options, device=device, dtype=dtype)

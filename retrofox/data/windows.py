@@ -40,12 +40,11 @@ def choose_windows(
     tokenizer: Any,
     length: int,
     *,
-    windows: int | None = 1,
     min_tokens: int = 2,
     max_documents: int | None = None,
     text_field: str = "text",
 ) -> list[Window]:
-    """Up to `windows` stretches of `length` tokens from the start of each document of at least `min_tokens` tokens.
+    """The first `length` tokens of each document of at least `min_tokens` tokens.
 
     Raises:
         FileNotFoundError: a file that is not there.
@@ -53,21 +52,15 @@ def choose_windows(
     """
     sources = listed(data)
     require_files(sources)
-    longest = taken = 0
+    longest = 0
     chosen: list[Window] = []
     for name, ids in documents(sources, tokenizer, text_field=text_field):
         longest = max(longest, len(ids))
-        if len(ids) < min_tokens:
-            continue
-        stop = len(ids) if windows is None else min(len(ids), windows * length)
-        for start in range(0, stop, length):
-            piece = np.asarray(ids[start : min(start + length, stop)], np.int64)
-            if len(piece) >= min(min_tokens, length):
-                chosen.append(Window(taken, piece, name))
-        taken += 1
-        if taken == max_documents:
+        if len(ids) >= min_tokens:
+            chosen.append(Window(len(chosen), np.asarray(ids[:length], np.int64), name))
+        if len(chosen) == max_documents:
             break
-    if taken:
+    if chosen:
         return chosen
     raise ValueError(
         f"no text of {min_tokens} tokens or more in {', '.join(sources)}: the longest document has {longest}"
@@ -76,7 +69,7 @@ def choose_windows(
 
 @dataclass
 class Window:
-    """A stretch of one document, from its start or from a later multiple of the length."""
+    """The first tokens of one document."""
 
     document: int
     token_ids: np.ndarray

@@ -37,7 +37,6 @@ def evaluate(
     out: str | os.PathLike | None = None,
     *,
     max_documents: int | None = None,
-    windows: int | None = 1,
     min_tokens: int = 2,
     controls: bool = True,
     text_field: str = "text",
@@ -61,10 +60,9 @@ def evaluate(
         against: the same, one or several; differences are taken to the first.
         data: files, directories, globs or hf:org/name, as `data.windows.documents` reads them (a document ends with
             the tokenizer's end-of-text token, as in training).
-        length: tokens per window; a shorter document contributes the positions it has.
+        length: tokens of a document that are read; a shorter document contributes the positions it has.
         out: directory for the results; None = only print and return them.
         max_documents: take the first so many documents that are long enough; None = all.
-        windows: windows of `length` tokens per document, each read without the text before it; None = all.
         min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
             documents.
         controls: False skips the two control runs.
@@ -84,7 +82,7 @@ def evaluate(
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
     require_at_least(2, length=length, min_tokens=min_tokens)
-    require_at_least(1, windows=windows, max_documents=max_documents, limit=limit)
+    require_at_least(1, max_documents=max_documents, limit=limit)
     refuse_without_tasks(tasks, include_path=include_path, limit=limit)
     sources = listed(data)
     if not sources and not tasks:
@@ -98,14 +96,13 @@ def evaluate(
     compared = compare(model, against, sources, out, **place)
     chosen: list[Window] = []
     if sources:
-        which: dict[str, Any] = {"windows": windows, "min_tokens": min_tokens, "max_documents": max_documents}
+        which: dict[str, Any] = {"min_tokens": min_tokens, "max_documents": max_documents}
         chosen = choose_windows(sources, compared.tokenizer, length, **which, text_field=text_field)
     result: dict[str, Any] = {
         "length": length,
-        "windows_per_document": windows,
         "min_tokens": min_tokens,
         "data": sources,
-        "documents": len({w.document for w in chosen}),
+        "documents": len(chosen),
         "tokens": sum(len(w.token_ids) for w in chosen),
         "longest": max((len(w.token_ids) for w in chosen), default=0),
         "lines": [],
@@ -117,8 +114,8 @@ def evaluate(
     }
     if chosen and progress:
         cut = f": none has {length:,}" if result["longest"] < length else ""
-        windows_read = f"{len(chosen)} window{'s' * (len(chosen) > 1)}"
-        print(f"{windows_read} of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
+        documents = f"{len(chosen)} document{'s' * (len(chosen) > 1)}"
+        print(f"{documents} of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
     for key, opened in compared.columns():

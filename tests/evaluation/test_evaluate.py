@@ -127,21 +127,6 @@ def test_a_change_is_named_as_its_interval_allows(change, interval, word):
     assert word in sentence
 
 
-def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenizer, documents, tmp_path):
-    sizes, base = [len(tokens_of(tokenizer, path)) for path in documents], on_disk[0]
-    for windows, expected in ((1, 1), (2, 2), (0, 1000)):
-        out = tmp_path / str(windows)
-        words = ["--length", 20, "--windows", windows, "--out", out]
-        code, printed, _ = run("eval", base, "--data", *documents, *words)
-        written = json.loads((out / "eval.json").read_text())
-        read = [min(20, n - start) for n in sizes for start in range(0, n, 20)[:expected]]
-        kept = [n for n in read if n > 1]  # a window of one token has no loss
-        assert (code, written["tokens"]) == (0, sum(kept))
-        assert sum(row["tokens"] for row in written["buckets"]) == sum(n - 1 for n in kept)
-        assert f"{sum(kept):,} tokens" in printed
-    assert min(sizes) > 40  # else every number of windows would give the same
-
-
 def test_documents_are_chosen_by_number_and_length(run, on_disk, tokenizer, documents, tmp_path):
     sizes, base = [len(tokens_of(tokenizer, path)) for path in documents], on_disk[0]
     shortest, *others = sorted(sizes)
