@@ -43,7 +43,7 @@ def config_of(model: str) -> dict[str, Any]:
         ValueError: a .gguf file, which has no config.json.
     """
     if model.endswith(".gguf"):
-        raise ValueError(f"{model} has no config.json to plan from: give --check, or the model it was made from")
+        raise ValueError(f"{model} has no config.json to plan from: give the model it was made from")
     return KNOWN.get(model.removesuffix("-Instruct")) or read_config(model)
 
 

@@ -133,7 +133,7 @@ def shape_of(config: dict[str, Any], fox: FoxSpec | None = None) -> Shape:
     if name not in FAMILIES:
         raise ValueError(
             f"plan counts the parameters of {', '.join(sorted(FAMILIES))} and this model is {name or 'of no type'}: "
-            "give --check, which builds it"
+            "`retrofox convert` says what can be done with it"
         )
     spec = fox or (FoxSpec.from_dict(config["fox"]) if config.get("fox") else None)
     try:

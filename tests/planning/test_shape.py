@@ -104,5 +104,5 @@ def test_the_trained_length_is_that_before_scaling():
 
 
 def test_an_unknown_family_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"and this model is gpt2: give --check"):
+    with pytest.raises(ValueError, match=r"and this model is gpt2: `retrofox convert` says"):
         shape_of({"model_type": "gpt2"})
