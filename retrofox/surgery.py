@@ -6,7 +6,6 @@ copied, new tensors go into one new shard, index and config are rewritten.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +14,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
-from retrofox.families import (
-    check_settings,
-    check_supported,
-    replaced_settings,
-    trained_length,
-)
+from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias, open_half_life
 from retrofox.loading.converted import savable
@@ -29,7 +23,6 @@ from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.version import __version__
 
-logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
 DROPPED = (

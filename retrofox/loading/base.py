@@ -9,8 +9,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import check_known, has_softcap
+from retrofox.loading.configs import gguf_config, refuse_unread_tensors
 from retrofox.loading.errors import opening
-from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer

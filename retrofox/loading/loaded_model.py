@@ -69,7 +69,7 @@ def open_model(
         label = getattr(source.config, "name_or_path", "") or type(source).__name__
         if tokenizer is None and reads_text:
             tokenizer = open_tokenizer(label)
-        return LoadedModel(_unwrapped(source), tokenizer, short_name(label), label)
+        return LoadedModel(causal_lm(source).eval(), tokenizer, short_name(label), label)
     text, place = os.fspath(source), resolve_device(device)
     if wanted is None:
         wanted = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -79,12 +79,8 @@ def open_model(
         model = load(text, dtype=wanted, device=place)
     else:
         model, _ = load_base(text, dtype=wanted, device=place)
-    return LoadedModel(_unwrapped(model), tokenizer, short_name(text), text)
-
-
-def _unwrapped(model: Any) -> PreTrainedModel:
-    """The causal LM itself, adapters in place: a PeftModel's attributes would name the wrong inner model."""
-    return causal_lm(model).eval()
+    # The causal LM itself, adapters in place: a PeftModel's attributes would name the wrong inner model.
+    return LoadedModel(causal_lm(model).eval(), tokenizer, short_name(text), text)
 
 
 def short_name(source: str) -> str:

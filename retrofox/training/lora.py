@@ -11,13 +11,7 @@ from torch import nn
 
 from retrofox.anatomy import is_new_tensor, lm_class
 from retrofox.config import LoraConfig
-from retrofox.loading.adapter import (
-    WEIGHTS,
-    base_of,
-    float32_parts,
-    peft_is_behind,
-    with_adapter,
-)
+from retrofox.loading.adapter import WEIGHTS, base_of, float32_parts, peft_is_behind, with_adapter
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.model.modeling_fox import NEW_MODULES

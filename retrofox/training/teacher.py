@@ -81,14 +81,9 @@ def named_original(source: Path) -> FoxSpec | None:
 def changed_since_conversion(source: Path) -> str | None:
     """Why a converted checkpoint's pretrained tensors are not its base's any more, or None where nothing says so."""
     directory = Path(source)
-    if not (directory / "config.json").is_file() and not (directory / checkpoint.MARKER).is_file():
-        return None
     if (directory / "config.json").is_file():
-        config = read_config(str(directory))
-        if not config.get("model_type", "").startswith("fox_"):
+        if not read_config(str(directory)).get("model_type", "").startswith("fox_"):
             return None  # unconverted: its weights are the original
-        if config.get("queries_refitted"):
-            return f"calibration rewrote the query projections of {directory}"
     if (directory / "retrofox.json").is_file():
         report = json.loads((directory / "retrofox.json").read_text(encoding="utf-8"))
         if report.get("merged"):

@@ -35,13 +35,7 @@ from retrofox.training.model import build_model, resolve_source
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import role_of, set_trainable
-from retrofox.training.run_directory import (
-    Run,
-    claim_data,
-    claim_output,
-    output_lock,
-    write_result,
-)
+from retrofox.training.run_directory import Run, claim_data, claim_output, output_lock, write_result
 from retrofox.training.self_chat import with_self_chat
 from retrofox.training.teacher import teacher_for
 from retrofox.training.trainer import FoxTrainer
@@ -168,11 +162,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         f"{epochs:.2g} epochs{' of the source read most' * (len(run.tokens.train.sources) > 1)}; "
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
-        + (
-            ""
-            if mesh is None
-            else f"; rows shared by {split.context}: heads x {split.ulysses}, zigzag of {split.zigzag}"
-        ),
+        + ("" if mesh is None else f"; rows shared by {split.context}: {split}"),
     )
     shape = known_shape(causal_lm(model).config)
     clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe.lora, stage), state.device)

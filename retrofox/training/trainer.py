@@ -76,11 +76,8 @@ class FoxTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Endless batches of this process from where the checkpoint stopped."""
-        return self.data.batches(self.row(self.resumed_step))
-
-    def row(self, step: int) -> int:
-        """The global row that the stage reads next after `step` steps."""
-        return self.run.rows(self.number).start + step * (self.batch_tokens // self.stage.sequence_length)
+        read = self.resumed_step * (self.batch_tokens // self.stage.sequence_length)
+        return self.data.batches(self.run.rows(self.number).start + read)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of one step and the number of targets in it over all processes, at least 1."""

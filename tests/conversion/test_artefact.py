@@ -100,15 +100,6 @@ def test_sharded_input_keeps_its_dtype(pico_llama, tmp_path, dtype):
     assert model.model.layers[0].self_attn.forget_gate.weight.dtype == torch.float32
 
 
-def test_bin_input(base, tmp_path):
-    (tmp_path / "base").mkdir()
-    base.config.save_pretrained(tmp_path / "base")
-    torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
-    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(rope="keep", init="open"), verify=False)
-    assert report["weights"] == "converted from .bin"
-    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
-
-
 def test_tied_embeddings_stay_tied(pico_llama, tmp_path):
     pico_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)

@@ -160,14 +160,6 @@ def test_conversations_come_from_json_lines_and_parquet(name, field, talks, chat
         assert np.array_equal(tokens.slice(start, len(ids))[1], marks)  # type: ignore[arg-type]
 
 
-def test_conversations_come_from_hugging_face_datasets(tmp_path, chat_tokenizer, talks):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(tmp_path / "saved")
-    source = Source(path=f"hf:{tmp_path / 'saved'}", chat=True)
-    manifest = prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
-    assert manifest.sources[0].fingerprint == talks().sources[0].fingerprint
-
-
 def test_windows_learn_the_assistants_tokens_and_no_others(talks, chat_tokenizer):
     dataset = PackedDataset(talks(), sequence_length=128)
     learnt_here = [

@@ -42,20 +42,6 @@ def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts,
     assert data.fill == pytest.approx(sum(map(len, whole)) / (len(data) * 32))
 
 
-def test_collate_gives_boundaries_only_where_rows_hold_several_documents(tmp_path, texts, tokenizer, prepared):
-    data = PackedDataset(prepared([texts[0].parent], tokenizer, tmp_path / "out"), 32)
-    single = [i for i in range(len(data)) if len(data[i]["doc_lengths"]) == 1]
-    several = [i for i in range(len(data)) if len(data[i]["doc_lengths"]) > 1]
-    assert single
-    assert several
-    assert set(collate([data[single[0]], data[single[1]]])) == {"input_ids", "labels", "position_ids"}
-    batch = collate([data[single[0]], data[several[0]]])
-    assert batch["cu_seqlens"].dtype == torch.int32
-    assert batch["cu_seqlens"].tolist() == [0, 32, *(32 + data[several[0]]["doc_lengths"].cumsum(0)).tolist()]
-    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
-    assert batch["cu_seqlens"].tolist()[:-1] == starts
-
-
 def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer, prepared):
     data = PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7)
 

@@ -38,13 +38,6 @@ def test_blocks_and_sources_of_a_mixture_are_shuffled_differently():
     assert (one == other).mean() < 0.05
 
 
-def test_one_number_is_what_many_give():
-    for order in (Order(77, 5), Mixture([5, 70, 11], [1, 2, 0.25], 5)):
-        assert [int(order.take(np.array([g]))[0]) for g in range(3000, 3100)] == order.take(
-            np.arange(3000, 3100)
-        ).tolist()
-
-
 def test_epochs_are_those_of_the_source_read_most():
     order = Mixture([5, 70], [1, 2], 5)
     drawn = np.bincount(order.take(np.arange(3 * order.block)), minlength=75)

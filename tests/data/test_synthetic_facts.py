@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from retrofox.config import Source
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.data.synthetic_facts import ANSWERS, QUESTIONS, STATEMENTS, TELLINGS, VERSION, _fact, with_facts
+from retrofox.data.synthetic_facts import ANSWERS, QUESTIONS, STATEMENTS, TELLINGS, VERSION, with_facts
 from retrofox.data.windows import documents
 
 PHRASE = """grey fox walked over seven frozen rivers towards northern light house while winter winds were calling under
@@ -97,13 +96,6 @@ def test_facts_change_only_with_their_version():
     """Shards are kept by it: other facts under the same number would never be made."""
     digest = hashlib.sha256(with_facts(TEXT, questions=0.5).encode()).hexdigest()
     assert (VERSION, digest[:16]) == (2, "acd805993ff3218c")
-
-
-def test_values_are_words_numbers_and_codes():
-    draw, words = random.Random(0), [str(word) for word in WORDS]
-    values = [_fact(draw, words)[0] for _ in range(300)]
-    assert 20 <= sum(bool(re.search(r"\b[0-9a-f]{8}-[0-9a-f]{4}-", value)) for value in values) <= 80
-    assert 60 <= sum(bool(re.search(r" \d{4,}\b", value)) for value in values) <= 130
 
 
 def test_a_share_of_the_facts_is_asked_for():

@@ -46,9 +46,3 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
     with output_lock(tmp_path):
         assert "on a file system without locks" in capsys.readouterr().err
-
-
-def test_a_refused_run_leaves_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="no"), output_lock(tmp_path / "a" / "b"):
-        raise ValueError("no")
-    assert not (tmp_path / "a").exists()

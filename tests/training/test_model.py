@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -101,9 +100,3 @@ def test_a_trained_model_is_taught_by_its_base(converted, tmp_path, pico_checkpo
     assert str(pico_checkpoint) in found
     with pytest.raises(FileNotFoundError, match="pico-llama"):
         train(again)
-
-
-def test_a_checkpoint_whose_queries_were_refitted_is_not_its_original(converted):
-    config = json.loads((converted / "config.json").read_text())
-    (converted / "config.json").write_text(json.dumps({**config, "queries_refitted": True}))
-    assert "calibration rewrote" in str(changed_since_conversion(converted))

@@ -9,7 +9,7 @@ import torch
 
 from retrofox.anatomy import decoder_layers
 from retrofox.config import stage_of
-from retrofox.training.model_tweaks import recompute, save_memory
+from retrofox.training.model_tweaks import recompute
 from retrofox.training.objectives import stage_objective
 from retrofox.training.offload import Offload
 
@@ -111,19 +111,3 @@ def test_two_forwards_before_their_backwards(model):
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
     second.backward()
     assert all(torch.equal(p.grad, 2 * wanted[name]) for name, p in model.named_parameters())
-
-
-def test_with_tiles_and_distillation(model):
-    """The shared teacher's pass takes no gradient, and moves nothing."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("forget_gate" in name)
-    recompute(model, "full")
-    loss, wanted = gradients(model, "distill")
-    save_memory(model, stage_of({**STAGE, "offload_activations": True, "tiled_mlp": 80}))
-    _, copied = with_offload(model)
-    found = gradients(model, "distill")
-    assert len(copied) == LAYERS - 1
-    assert found[0] == loss
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted.items())
-    save_memory(model, stage_of({**STAGE, "gradient_checkpointing": "none"}))
-    assert not any(layer.gradient_checkpointing for layer in decoder_layers(model))
