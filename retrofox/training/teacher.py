@@ -81,9 +81,9 @@ def named_original(source: Path) -> FoxSpec | None:
 def changed_since_conversion(source: Path) -> str | None:
     """Why a converted checkpoint's pretrained tensors are not its base's any more, or None where nothing says so."""
     directory = Path(source)
-    if (directory / "config.json").is_file():
-        if not read_config(str(directory)).get("model_type", "").startswith("fox_"):
-            return None  # unconverted: its weights are the original
+    there = (directory / "config.json").is_file()
+    if there and not read_config(str(directory)).get("model_type", "").startswith("fox_"):
+        return None  # unconverted: its weights are the original
     if (directory / "retrofox.json").is_file():
         report = json.loads((directory / "retrofox.json").read_text(encoding="utf-8"))
         if report.get("merged"):
