@@ -121,7 +121,7 @@ def inspect(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Shows each head's half-life: local and global heads, dead gates, kept rotary pairs.
+    """Shows each head's half-life: local and global heads, dead gates.
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """

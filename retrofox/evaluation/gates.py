@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from transformers.generation.streamers import BaseStreamer
 
-from retrofox.anatomy import attentions, exempt_tokens, sliding_window
+from retrofox.anatomy import attentions
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
@@ -77,7 +77,7 @@ def inspect(
         max_documents: documents read; None = all.
 
     Returns:
-        {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None. With data,
+        {"heads": [...], "layers": number, "summary": {...}, ...}; a half-life too long for a number is None. With data,
         "live_share": as `measure_live_share` returns it, each of "lengths" also with "measured_decode_ms"; and of each
         head "needle_attention", a share: with a gate for each kv head the largest of its query heads.
 
@@ -119,7 +119,7 @@ def inspect(
         "documents": len(windows),
         "tokens": tokens,
         "heads": heads,
-        "layers": _layers(opened),
+        "layers": len([*attentions(opened.model)]),
         "summary": _summary(heads),
         "environment": environment(),
         "files": {},
@@ -147,25 +147,6 @@ def inspect(
 
 def _no_gates(source: str) -> ValueError:
     return ValueError(f"{source} has no forget gates to inspect: run `retrofox convert {source} OUT`")
-
-
-def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
-    """Per layer: rotary pairs, those kept and those slowed, first tokens without decay, window."""
-    layers = []
-    for layer, (name, attention) in enumerate(attentions(opened.model)):
-        fade = [] if attention.rotary_fade is None else attention.rotary_fade.fade
-        layers.append(
-            {
-                "layer": layer,
-                "name": name,
-                "rotary_pairs": len(fade),
-                "rotary_pairs_kept": sum(f == 1.0 for f in fade),
-                "rotary_pairs_slowed": sum(0.0 < f < 1.0 for f in fade),
-                "sink_tokens": exempt_tokens(attention),
-                "sliding_window": sliding_window(attention),
-            }
-        )
-    return layers
 
 
 def _heads(layer: int, gate: Any, decay: torch.Tensor, length: int, trained: int) -> list[dict[str, Any]]:

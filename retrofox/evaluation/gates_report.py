@@ -33,14 +33,12 @@ SHOWN = 8
 def print_gates(result: dict[str, Any], console: Console) -> None:
     """A row for each layer, and a sentence on all heads."""
     rows = []
-    for layer in result["layers"]:
-        heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
-        slowed = f" +{layer['rotary_pairs_slowed']} slower" if layer["rotary_pairs_slowed"] else ""
-        row = [str(layer["layer"]), f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{slowed}"]
-        row += [str(layer["sink_tokens"]), " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates"]
+    for layer in range(result["layers"]):
+        heads = [h for h in result["heads"] if h["layer"] == layer]
+        row = [str(layer), " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates"]
         row += [str(sum(h["kind"] == kind for h in heads)) for kind in ("local", "global")]
         rows.append([*row, str(sum(h["dead"] for h in heads))])
-    columns = ("layer", "rotary kept", "sinks", "half-lives", "local", "global", "dead")
+    columns = ("layer", "half-lives", "local", "global", "dead")
     title = f"{result['model']}: half-lives in tokens of each head, {_source(result)}"
     print_table(console, columns, rows, title, left="half-lives")
     summary, trained = result["summary"], result["trained_length"]
@@ -64,7 +62,7 @@ def figure(result: dict[str, Any]) -> Figure:
 
     Half-lives beyond 128 times the trained length, and gates that never forget, are drawn there as triangles.
     """
-    trained, layers = result["trained_length"], len(result["layers"])
+    trained, layers = result["trained_length"], result["layers"]
     ceiling = trained * 128
     marks: list[tuple[float, float]] = []
     medians: dict[int, float] = {}

@@ -49,6 +49,6 @@ def test_differences_get_a_panel_of_their_own_in_the_same_colours():
 
 def test_heads_that_never_forget_are_counted():
     heads = [{"layer": n, "half_life": life} for n, life in ((0, 10.0), (0, 300.0), (1, 5000.0), (1, None))]
-    result = {"trained_length": 1024, "layers": [{}, {}], "heads": heads, "tokens": 0}
+    result = {"trained_length": 1024, "layers": 2, "heads": heads, "tokens": 0}
     labels = gates_report.figure(result).axes[0].get_legend_handles_labels()[1]
     assert labels == ["a head (3)", "over 128k (1)", "local below 64", "global from 1k"]
