@@ -200,8 +200,9 @@ def report(
 ) -> None:
     """Measures memory, loss, harm, gates and tasks beside the base, and writes one self-contained HTML page and JSON.
 
-    Suites: *quick* (easy and standard needles, loss and gates to 32k tokens; on a CPU to 2k), *long* (to 64k, more
-    prompts, RULER's tasks), *full* (still more, and the paper's short tasks).
+    Parts that are finished are kept: interrupted, it goes on; asked again, it runs what has changed. Suites: *quick*
+    (easy and standard needles, loss and gates to 32k tokens; on a CPU to 2k), *long* (to 64k, more prompts, RULER's
+    tasks), *full* (still more, and the paper's short tasks).
 
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """

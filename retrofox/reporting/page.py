@@ -111,5 +111,8 @@ def _method(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _part_row(name: str, entry: dict[str, Any]) -> list[str]:
+    """Each part may have been measured on another day, and elsewhere."""
+    own = entry["result"]["environment"]
+    where = own["gpu"]["name"] if own["gpu"] else own["cpu"]["name"]
     dtype = next(iter(entry["result"].get("lines", [{}])), {}).get("dtype", "")
-    return [name, entry["measures"], f"{entry['seconds']:.0f}", dtype]
+    return [name, entry["measures"], f"{entry['seconds']:.0f}", own["time"][:16], where, dtype]

@@ -1,4 +1,4 @@
-"""`retrofox report`: a suite of evaluations run one after the other and put on one page."""
+"""`retrofox report`: a suite of evaluations run one after the other, kept as they finish, and put on one page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.lm_eval import refuse_without_tasks
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
-from retrofox.loading.loaded_model import short_name
 from retrofox.loading.source import holds_converted
 from retrofox.reporting.page import render
-from retrofox.reporting.sections import Asked, ReportPart, plan_parts
+from retrofox.reporting.sections import Asked, Kept, ReportPart, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result
+from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import duration, environment
 
 
@@ -48,8 +48,10 @@ def report(
 ) -> dict[str, Any]:
     """Measures a model beside its base and writes one HTML page, report.html, and one JSON, report.json.
 
-    Parts: needles, loss by position, unlike texts and instructions, gates, tasks. Each one's numbers and figures are in
-    OUT/parts as soon as it is done. What can't be measured is named on the page with the reason.
+    Parts: needles, loss by position, unlike texts and instructions, gates, tasks. Each one's numbers and figures are
+    kept in OUT/parts as soon as it is done, with the models' files, texts, options and versions: a report that was
+    interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What can't
+    be measured is named on the page with the reason, and tried again the next time.
 
     Args:
         model: Hub id, directory, adapter directory or .gguf file.
@@ -71,8 +73,6 @@ def report(
         ValueError: bad options, another tokenizer in `against`, nothing to measure, or nothing that could be.
     """
     started = time.time()
-    if name is not None and name in map(short_name, listed(against)):
-        raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
     sizes = {"length": length, "max_documents": max_documents, "trials": trials}
     chosen = choose_suite(suite, resolve_device(device).type == "cpu", **sizes, tasks=tasks)
     folder = Path(out) if out is not None else _folder_in(os.fspath(model))
@@ -88,8 +88,9 @@ def report(
         limit=limit,
     )
     parts, missing = plan_parts(asked, chosen)
-    where = {"dtype": dtype, "device": device, "progress": progress}
-    done = _run_all(parts, folder / "parts", missing, where)
+    kept = Kept(folder, asked, dtype, device)
+    with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
+        done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
     if name is not None:
@@ -130,24 +131,26 @@ def _folder_in(model: str) -> Path:
 
 
 def _run_all(
-    parts: Sequence[ReportPart], folder: Path, missing: dict[str, str], where: dict[str, Any]
+    parts: Sequence[ReportPart], kept: Kept, missing: dict[str, str], where: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Every part's entry by name; adds to `missing` what refuses its models or texts."""
+    """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
     console = _console()
-    done: dict[str, dict[str, Any]] = {}
-    for number, part in enumerate(parts, 1):
-        left = _left(parts[number - 1 :], done.values())
-        console.print(f"\n[{number}/{len(parts)}] {part.name}: {part.measures}{left}", soft_wrap=True)
+    done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
+    for name, entry in done.items():
+        console.print(f"{name}: kept from before ({duration(entry['seconds'])})")
+    waiting = [part for part in parts if part.name not in done]
+    for number, part in enumerate(waiting, 1):
+        left = _left(waiting[number - 1 :], done.values())
+        console.print(f"\n[{number}/{len(waiting)}] {part.name}: {part.measures}{left}", soft_wrap=True)
         begun = time.perf_counter()
         try:
-            result = part.run(**part.options, out=folder / part.name, **where)
+            part.run(**part.options, out=kept.place(part), **where)
         except ValueError as error:  # what an evaluation says of models or texts it can't measure
             missing[part.name] = first_line(error)
             console.print(f"{part.name} is left out: {missing[part.name]}", soft_wrap=True)
         else:
-            seconds = time.perf_counter() - begun
-            done[part.name] = {"measures": part.measures, "seconds": seconds, "tokens": part.tokens, "result": result}
-    return done
+            done[part.name] = kept.write(part, time.perf_counter() - begun)
+    return {part.name: done[part.name] for part in parts if part.name in done}
 
 
 def _left(waiting: Sequence[ReportPart], done: Any) -> str:

@@ -1,22 +1,36 @@
-"""The parts of a report: the evaluation behind each one, and its options."""
+"""The parts of a report: the evaluation behind each one, its options, and those that are kept on disk."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+
+from retrofox.config import Source
+from retrofox.data.files import Digests
+from retrofox.data.sources import resolve
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.lm_eval import expand, match_tasks
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.panel import LENGTH as PANEL_ROW
 from retrofox.evaluation.panel import panel
-from retrofox.loading.source import holds_converted
+from retrofox.loading.adapter import base_of
+from retrofox.loading.device import resolve_device
+from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
+from retrofox.support.files import write_result
 from retrofox.support.plots import tokens_label
+from retrofox.version import __version__
 
 TASK_LENGTH = 4096
 """Tokens of context of short tasks."""
@@ -33,13 +47,15 @@ class ReportPart:
         name: of its folder and in the report's JSON, such as "needle-easy".
         measures: the amount of texts or tasks, in words.
         run: the evaluation; called with `options`, `out` and where it runs (dtype, device).
-        options: of the evaluation.
+        file: the JSON that the evaluation writes last.
+        options: all that decides its result besides the models' and texts' contents.
         tokens: about how many it reads, for the estimate of the time left; 0 = unknown.
     """
 
     name: str
     measures: str
     run: Callable[..., Any]
+    file: str
     options: dict[str, Any]
     tokens: int = 0
 
@@ -83,7 +99,7 @@ def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
         measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
         tokens = count * sum(suite.lengths) * columns
         options |= _models_and_texts(asked)
-        parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, options, tokens)
+        parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, "needle.json", options, tokens)
     return parts
 
 
@@ -91,7 +107,7 @@ def _loss(asked: Asked, suite: Suite) -> ReportPart:
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
     measures = _documents(suite.documents, suite.length)
     tokens = suite.documents * suite.length * (3 + len(asked.against))
-    return ReportPart("loss", measures, evaluate, options | _models_and_texts(asked), tokens)
+    return ReportPart("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
 
 
 def _documents(count: int, length: int) -> str:
@@ -105,7 +121,7 @@ def _panel(asked: Asked, suite: Suite) -> ReportPart | str:
     options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
     options["quick"] = suite.panel_tokens < PANEL_ROW
     measures = f"11 kinds of text, {options['chat']} prompts answered"
-    return ReportPart("panel", measures, panel, options, 22 * suite.panel_tokens)
+    return ReportPart("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens)
 
 
 def _chat(asked: Asked, suite: Suite) -> int:
@@ -121,7 +137,7 @@ def _heads(asked: Asked, suite: Suite) -> ReportPart | str:
     options |= {"max_documents": documents, "text_field": asked.text_field}
     measures = _documents(documents, suite.heads_length) if asked.data else "the gates' parameters"
     tokens = 2 * suite.heads_length * documents if asked.data else 0
-    return ReportPart("heads", measures, inspect, options, tokens)
+    return ReportPart("heads", measures, inspect, "gates.json", options, tokens)
 
 
 def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
@@ -142,5 +158,73 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
         if tasks:
             options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
             options |= {"length": length, "include_path": asked.include_path, "limit": limit}
-            parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, options)
+            parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, "eval.json", options)
     return parts
+
+
+def files_of(model: str) -> list[Any]:
+    """Name, size and time of the files of a model, and of an adapter's base; of a Hub id the place of its commit."""
+    path = Path(model)
+    if not path.exists():
+        read_config(model)  # fetches it
+        return [str(try_to_load_from_cache(model, "config.json"))]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+    return found + (files_of(base_of(path)) if (path / "adapter_config.json").is_file() else [])
+
+
+@dataclass
+class Kept:
+    """Finished parts in OUT/parts, one folder each, whose part.json names the model, data and options behind it."""
+
+    folder: Path
+    asked: Asked
+    dtype: str | None
+    given_device: str | None
+
+    def __post_init__(self) -> None:
+        digests = Digests()
+        self.models = [files_of(source) for source in (self.asked.model, *self.asked.against)]
+        units = [unit for path in self.asked.data for unit in resolve(Source(path=path))]
+        self.texts = [unit.identity(digests) for unit in units]
+        place = self.asked.include_path
+        files = sorted(file for file in Path(place).rglob("*") if file.is_file()) if place else []
+        self.task_files = [[str(file.relative_to(str(place))), digests.of(file)] for file in files]
+
+    def identity(self, part: ReportPart) -> dict[str, Any]:
+        """All that decides a part's numbers, as JSON has it; of files not where they lie."""
+        paths = ("model", "against", "data", "include_path")
+        identity = {
+            "part": part.name,
+            "options": {name: value for name, value in part.options.items() if name not in paths},
+            "models": self.models,
+            "device": resolve_device(self.given_device).type,
+            "dtype": self.dtype,
+            "texts": self.texts if "data" in part.options else None,
+            "task_files": self.task_files if "tasks" in part.options else None,
+            "versions": [__version__, torch.__version__, transformers.__version__],
+        }
+        return json.loads(json.dumps(identity, default=os.fspath))
+
+    def place(self, part: ReportPart) -> Path:
+        return self.folder / "parts" / part.name
+
+    def read(self, part: ReportPart) -> dict[str, Any] | None:
+        """A part's entry, if it is the result of just this; None where there is none, or one of something else."""
+        try:
+            entry = json.loads((self.place(part) / "part.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return entry if isinstance(entry, dict) and entry.get("identity") == self.identity(part) else None
+
+    def write(self, part: ReportPart, seconds: float) -> dict[str, Any]:
+        """Keeps what a part wrote, whole or not at all."""
+        entry = {
+            "identity": self.identity(part),
+            "measures": part.measures,
+            "seconds": seconds,
+            "tokens": part.tokens,
+            "result": json.loads((self.place(part) / part.file).read_text(encoding="utf-8")),
+        }
+        write_result(self.place(part) / "part.json", (json.dumps(entry, indent=1, allow_nan=False) + "\n").encode())
+        return entry

@@ -66,7 +66,13 @@ def headline(rows: list[dict[str, Any]], few: list[str]) -> str:
 
 
 def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
-    """Gives the model another name in all results, and so in the figures drawn of them."""
+    """Gives the model another name in all results, and so in the figures drawn of them.
+
+    Raises:
+        ValueError: another column has that name.
+    """
+    if any(label == name for result in results.values() for key, label in result["names"].items() if key != "model"):
+        raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
     for result in results.values():
         result["names"]["model"] = name
         for line in (*result.get("lines", ()), *result.get("curves", ()), *result.get("difference_curves", ())):

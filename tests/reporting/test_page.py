@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import copy
 import re
+import shutil
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from retrofox.reporting.page import render
-from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, call_model, cell, difference, summarise
+from retrofox.reporting.report import report
+from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, cell, difference, summarise
 
 
 class Reader(HTMLParser):
@@ -81,19 +83,20 @@ def test_memory_comes_first_and_everything_has_its_place(page, made):
         assert all(text in read.text for text in texts)
 
 
-def test_a_name_of_the_users_stands_for_the_model_in_figures_too(made):
-    result = copy.deepcopy(made["result"])
-    measured = {part: entry["result"] for part, entry in result["parts"].items()}
-    call_model(measured, "My model")
-    result["summary"] = summarise(measured)
+def test_a_name_of_the_users_stands_for_the_model_in_figures_too(made, tmp_path):
+    shutil.copytree(made["out"], tmp_path / "out")
+    given = {**made["given"], "out": tmp_path / "out"}
+    result = report(**given, name="My model")
     assert result["summary"]["labels"]["model"] == "My model"
-    page = render(result)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<h1>My model</h1>" in page
     said = re.sub(r"<wbr>|base64,[A-Za-z0-9+/=]+|<dl>.*?</dl>|<pre>.*?</pre>", "", page, flags=re.S)
     assert not re.search(r"\bfox\b", said.replace("retrofox", ""))
     drawn = "".join(figures(page))
     assert "My model" in drawn
     assert "<!-- fox -->" not in drawn  # matplotlib writes each text beside its glyphs
+    with pytest.raises(ValueError, match="name 'base' is that of another column"):
+        report(**given, name="base")
 
 
 def figures(page: str) -> list[str]:

@@ -1,18 +1,45 @@
-"""`retrofox report`: what it measures, names as missing, and refuses."""
+"""`retrofox report`: what it measures, keeps, reuses, names as missing, and refuses."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from retrofox.reporting.report import report
+from retrofox.reporting.sections import Asked, Kept, plan_parts
 from retrofox.reporting.suites import choose_suite
 
 
-def test_every_part_is_measured_and_written(made):
+@pytest.fixture
+def copy(made, tmp_path) -> dict[str, Any]:
+    """The arguments of the report that was made, for a copy of its folder."""
+    shutil.copytree(made["out"], tmp_path / "out")
+    return {**made["given"], "out": str(tmp_path / "out")}
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the parts that run from now on."""
+    names: list[str] = []
+    write = Kept.write
+
+    def noted(self, part, seconds):
+        names.append(part.name)
+        return write(self, part, seconds)
+
+    monkeypatch.setattr(Kept, "write", noted)
+    return names
+
+
+def test_every_part_is_measured_and_kept(made):
     result, out = made["result"], made["out"]
     assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "panel", "heads"]
     assert set(result["missing"]) == {"tasks"}
@@ -20,21 +47,88 @@ def test_every_part_is_measured_and_written(made):
     assert written["summary"] == json.loads(json.dumps(result["summary"]))
     assert "answers" not in written["parts"]["needle-easy"]["result"]
     for name, entry in result["parts"].items():
-        assert written["parts"][name]["measures"] == entry["measures"]
-        assert [*(out / "parts" / name).glob("*.json")]
+        assert json.loads((out / "parts" / name / "part.json").read_text()) == json.loads(json.dumps(entry))
     assert [line["key"] for line in result["parts"]["loss"]["result"]["lines"]][-1] == "base"
     assert list(result["parts"]["needle-easy"]["result"]["models"]) == ["fox", "base"]
     assert result["parts"]["heads"]["result"]["live_share"]["lengths"][0]["length"] == 64
     assert not list(out.rglob("*.tmp"))
 
 
-def test_what_cannot_be_measured_is_named(made, tmp_path, monkeypatch):
+def test_a_second_run_reuses_what_is_complete_wherever_the_files_lie(copy, ran, tmp_path, capsys):
+    again = report(**copy)
+    assert ran == []
+    assert "loss: kept from before" in capsys.readouterr().err
+    for name in ("fox", "base", "texts"):
+        source = Path(copy["model"]).parent / name
+        shutil.copytree(source, tmp_path / name)
+    elsewhere = {"model": str(tmp_path / "fox"), "against": [str(tmp_path / "base")], "data": [str(tmp_path / "texts")]}
+    moved = report(**{**copy, **elsewhere})
+    assert ran == []
+    assert moved["summary"] == again["summary"]
+
+
+def test_what_has_changed_runs_again(copy, ran, tmp_path):
+    report(**{**copy, "trials": 3})
+    assert ran == ["needle-easy", "needle-standard"]
+    shutil.copytree(copy["model"], tmp_path / "fox")
+    weights = load_file(tmp_path / "fox" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, tmp_path / "fox" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "0.txt").write_text((Path(copy["data"][0]) / "0.txt").read_text() + "More.")
+    parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
+
+    def identities(model=copy["model"], data=copy["data"], dtype=None) -> dict[str, Any]:
+        kept = Kept(tmp_path / "out", Asked(model, copy["against"], data), dtype, None)
+        return {part.name: kept.identity(part) for part in parts}
+
+    before, reads = identities(), {part.name for part in parts if "data" in part.options}
+    for changed, names in (
+        (identities(model=str(tmp_path / "fox")), {part.name for part in parts}),
+        (identities(data=[str(tmp_path / "texts")]), reads),
+        (identities(dtype="bfloat16"), {part.name for part in parts}),
+    ):
+        assert {name for name in before if changed[name] != before[name]} == names
+
+
+def test_a_damaged_part_runs_again(copy, ran):
+    place = Path(copy["out"]) / "parts" / "heads" / "part.json"
+    place.write_text(place.read_text()[:50])
+    report(**copy)
+    assert ran == ["heads"]
+
+
+def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, capsys):
+    for name in ("needle-easy", "heads"):
+        shutil.rmtree(Path(copy["out"]) / "parts" / name)
+    forward, stopped = torch.nn.Embedding.forward, []
+
+    def stop(self, ids):
+        if (Path(copy["out"]) / "parts" / "needle-easy" / "part.json").exists() and not stopped:
+            stopped.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", stop)
+    with pytest.raises(SystemExit) as end:
+        report(**copy)
+    assert end.value.code == 128 + signal.SIGINT
+    assert ran == ["needle-easy"]
+    assert "finished parts are kept" in capsys.readouterr().err
+    result = report(**copy)
+    assert ran == ["needle-easy", "heads"]
+    assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "panel", "heads"]
+
+
+def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
     short = tmp_path / "short.txt"
     short.write_text("Ten words that all differ, so nothing here comes twice.")
     monkeypatch.setattr("retrofox.reporting.sections.find_spec", lambda name: None)
     given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out")}
-    result = report(**given, tasks=["piqa"])
-    assert "loss" in result["parts"]
+    for _ in range(2):
+        ran.clear()
+        result = report(**given, tasks=["piqa"])
+        assert "loss" in result["parts"]
     assert result["missing"]["tasks"].startswith("piqa need lm-eval, which is not installed")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Not measured" in page
@@ -51,7 +145,7 @@ def test_without_texts_there_are_gates_alone_in_the_models_directory(made, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tasks_are_a_part_of_their_own(made, tmp_path):
+def test_tasks_are_a_part_of_their_own(made, tmp_path, ran):
     lines = [{"q": "the fox " * n, "choices": [" gate", " fox"], "gold": n % 2} for n in range(1, 9)]
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -63,11 +157,17 @@ def test_tasks_are_a_part_of_their_own(made, tmp_path):
     given = {"model": made["given"]["model"], "against": made["given"]["against"], "out": tmp_path / "out"}
     given |= {"tasks": ["pico_choice"], "include_path": str(tmp_path / "tasks"), "limit": 6, "progress": False}
     result = report(**given)
-    assert list(result["parts"]) == ["panel", "heads", "tasks"]
+    assert ran == ["panel", "heads", "tasks"]
     row = next(row for row in result["summary"]["rows"] if row["topic"] == "tasks")
     assert row["what"] == "pico_choice, acc"
     assert row["difference"]["documents"] == 6
     assert "pico_choice, acc" in (tmp_path / "out" / "report.html").read_text()
+    ran.clear()
+    report(**given)
+    assert ran == []
+    (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines[::-1])))
+    report(**given)
+    assert ran == ["tasks"]
 
 
 def test_sizes_of_a_suite_can_be_changed(monkeypatch):
@@ -80,7 +180,7 @@ def test_sizes_of_a_suite_can_be_changed(monkeypatch):
     assert changed.trials == {"easy": 9, "standard": 9}
 
 
-def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path):
+def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path, ran):
     given, base = {**made["given"], "out": str(tmp_path / "out")}, made["given"]["against"][0]
     for change, error, message in (
         ({"length": 10}, ValueError, "length must be at least 64"),
@@ -90,10 +190,10 @@ def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path
         ({"tasks": ["piqa"], "include_path": "missing"}, FileNotFoundError, "include_path is not a directory: missing"),
         ({"model": base, "against": [], "data": []}, ValueError, "no part could be measured"),
         ({"model": base, "out": None}, ValueError, "name a folder for the report"),
-        ({"name": "base"}, ValueError, "name 'base' is that of another column"),
     ):
         with pytest.raises(error, match=message):
             report(**{**given, **change})
+    assert not ran
     assert not list(tmp_path.iterdir())
 
 
