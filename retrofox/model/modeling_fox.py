@@ -214,10 +214,9 @@ class ProjectedAttention:
     """
 
     def __init__(self, module: Any, call: GateCache, mask: Tensor | None, cu_seqlens: Tensor | None, shards: Any):
-        self._module, self._call = module, call
+        self._module, self._call, self._shards = module, call, shards
         shifts = [x for x in (module.k_shift, module.v_shift) if x is not None]
-        if shifts:
-            assert shards is None, "a token's predecessor may lie in another process"
+        if shifts and shards is None:
             assert call.hidden_states is not None, "the mixin gives every call its hidden states"
             before = call.previous(module.layer_idx, len(shifts), module.head_dim) or [None] * len(shifts)
             self._before = dict(zip(map(id, shifts), before, strict=True))
@@ -255,6 +254,8 @@ class ProjectedAttention:
         states = flat.unflatten(-1, (-1, self._module.head_dim))
         if shift is None:
             return states
+        if self._shards is not None:  # a token's predecessor may lie in another process
+            return self._shards.shifted(shift, states, self._call.hidden_states, self._call.position_ids)
         self._call.carried.append(states)
         return shift(states, self._before[id(shift)], self._joined, self._call.hidden_states)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from retrofox.anatomy import attentions, causal_lm, is_converted
+from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import ParallelConfig
 from retrofox.loading.rope_scaling import depends_on_length
 
@@ -111,9 +111,4 @@ def refuse_sharing(model: Any, split: Degrees) -> None:
         raise ValueError(
             "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length that "
             "one process sees: take another rope_type, or parallel.context 1"
-        )
-    if any(attention.k_shift is not None or attention.v_shift is not None for _, attention in attentions(model)):
-        raise ValueError(
-            "parallel.context: key and value shift need each token's predecessor, which may lie in another process: "
-            "train this model with DDP or FSDP2"
         )

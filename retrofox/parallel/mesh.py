@@ -38,6 +38,10 @@ class Mesh:
         """The chunks of a row that this process's heads attend from."""
         return self.degrees.chunks_of(self.rank // self.degrees.ulysses)
 
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(processes, ...): everyone's tensor in the context group; its gradient goes back to where it came from."""
+        return _Gather.apply(self.group, self.size, tensor)[0]
+
     def whole_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Tensors (B, t, ...), the chunks of this process one after the other -> (B, T, ...), with a gradient."""
         degrees = self.degrees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def check_length(length: int, split: Degrees) -> None:
 
 
 class Shards:
-    """Attention over cut rows, for `FoxModelMixin.forward(shards=...)`."""
+    """Attention and shifts over cut rows, for `FoxModelMixin.forward(shards=...)`."""
 
     def __init__(self, mesh: Mesh, rows: WholeRows, device: torch.device):
         self.mesh, self.rows = mesh, rows
@@ -110,3 +111,41 @@ class Shards:
             documents = [self.rows.documents(row) for row in range(self.rows.batch)]
             out = zigzag_attention(self.mesh, documents, q, k, v, gates, options, locally)
         return tokens_for_heads(self.mesh, out)[..., :width]
+
+    def shifted(
+        self,
+        shift: Callable[..., torch.Tensor],
+        states: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """`modeling_fox.Shift` of states (B, t, Hkv, D) whose predecessors may lie in another process."""
+        before = predecessors(self.mesh, states, self.rows.length)
+        joined, at, parts = position_ids.expand(states.shape[0], -1) != 0, 0, []
+        for number, (start, stop) in enumerate(self.mesh.degrees.segments(self.mesh.rank, self.rows.length)):
+            part = slice(at, at + stop - start)
+            at = part.stop
+            parts.append(shift(states[:, part], before[:, number], joined[:, part], hidden_states[:, part]))
+        return torch.cat(parts, 1)
+
+
+def predecessors(mesh: Mesh, states: torch.Tensor, length: int) -> torch.Tensor:
+    """The token before each stretch of a row that this process holds; zeros where there is none.
+
+    Args:
+        states: (B, t, ...), this process's tokens of rows of `length` tokens.
+
+    Returns:
+        (B, stretches, ...), with a gradient that reaches the process they came from.
+    """
+    everyone = [mesh.degrees.segments(process, length) for process in range(mesh.size)]
+    mine, most = everyone[mesh.rank], max(map(len, everyone))
+    ends = [end - 1 for end in itertools.accumulate(stop - start for start, stop in mine)]
+    ends += ends[-1:] * (most - len(ends))  # all processes gather as many tokens
+    found = mesh.gathered(states[:, ends])
+    holder = {stop: (process, n) for process, segments in enumerate(everyone) for n, (_, stop) in enumerate(segments)}
+    places = [holder.get(start, (0, 0)) for start, _ in mine]
+    before = torch.stack([found[process, :, number] for process, number in places], 1)
+    # A mask, not other zeros: every process takes part in the exchange of gradients.
+    first = torch.tensor([start == 0 for start, _ in mine], device=states.device)
+    return before.masked_fill(first.view(1, -1, *[1] * (states.dim() - 2)), 0.0)

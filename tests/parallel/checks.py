@@ -34,8 +34,7 @@ PICO = {
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
     "pad_token_id": 1,
 }  # fmt: skip
-PARTS = {"pro": "qk-norm,output-norm,output-gate", "sink_tokens": 2, "log_n": 16}
-PRO = {**PARTS, "rope": "partial", "max_wavelength": 40.0, "half_life": (2.0, 99.0)}
+PRO = {"pro": "all", "sink_tokens": 2, "log_n": 16, "rope": "partial", "max_wavelength": 40.0, "half_life": (2.0, 99.0)}
 CAPS = {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 FROZEN = {"rates": {"attention": 0, "rest": 0}}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {

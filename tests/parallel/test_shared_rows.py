@@ -59,7 +59,7 @@ def test_positions_that_skip_reach_the_processes(two, four):
     assert len([name for name in (*two, *four) if name.endswith("skipping")]) == 4
     for split in ("2x2", "1x4"):
         packed = f"training {split} pro parts, sinks, log-n packed"
-        assert abs(four[f"{packed} skipping"]["nats"] - four[packed]["nats"]) > 0.2  # rounding is 0.02
+        assert abs(four[f"{packed} skipping"]["nats"] - four[packed]["nats"]) > 1
 
 
 def test_every_family_shares_rows(two):

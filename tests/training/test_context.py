@@ -22,9 +22,7 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
     for number in range(40):
         text = "".join(f"the fox forgets gate {number * i % 17} and so on, " for i in range(1 + number % 7))
         (folder / f"{number}.txt").write_text(text)
-    pico_fox(pro="qk-norm,output-norm,output-gate", config={"tie_word_embeddings": True}).save_pretrained(
-        tmp_path / "model"
-    )  # as SmolLM2's
+    pico_fox(pro="all", config={"tie_word_embeddings": True}).save_pretrained(tmp_path / "model")  # as SmolLM2's
     pico_tokenizer.save_pretrained(tmp_path / "model")
     common = {"model": str(tmp_path / "model"), "log": {"every": 1, "eval_tokens": 512}}
     common |= {"checkpoint": {"every_steps": 2}, "data": {"train": [str(folder)], "eval": [str(folder)]}}
@@ -160,10 +158,7 @@ def test_models_that_can_not_share_rows_are_refused(recipe_for, tmp_path, change
     assert ["dynamic or longrope" in text for text in refusals] == [True] * refused
 
 
-@pytest.mark.parametrize(
-    ("fox", "reason"), [(None, "give `fox:` to the recipe"), ({"pro": "k-shift"}, "key and value shift need each")]
-)
-def test_models_whose_attention_can_not_share_rows_are_refused(recipe_for, pico_checkpoint, fox, reason):
-    recipe = load_recipe(recipe_for("refused", model=str(pico_checkpoint), fox=fox, parallel={"context": 2}))
+def test_an_unconverted_model_does_not_share_rows(recipe_for, pico_checkpoint):
+    recipe = load_recipe(recipe_for("control", model=str(pico_checkpoint), parallel={"context": 2}))
     refusals = [str(error) for error in preflight(recipe, 2, torch.device("cpu"))]
-    assert any(reason in text for text in refusals), refusals
+    assert any("give `fox:` to the recipe" in text for text in refusals), refusals
