@@ -39,7 +39,7 @@ def by_decoding(call: Any) -> torch.Tensor:
     """The kernels for decoding; they skip keys beyond a horizon."""
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     high, low = (x[..., : call.key.shape[2]] for x in call.gates.layer.cumulative())
-    return decode_attention(q, k, v, high, low, seq_start=call.seq_start, **_options(call))
+    return decode_attention(q, k, v, high, low, seq_start=call.seq_start, **call.options)
 
 
 def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -55,7 +55,7 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
     if decodes_at(q, k):
         if layer.first is None:
             layer.first = torch.zeros(k.shape[0] * k.shape[2], dtype=torch.int32, device=k.device)
-        given = {"seq_start": length.seq_start, "first": layer.first, "offset": layer.offset, **_options(call)}
+        given = {"seq_start": length.seq_start, "first": layer.first, "offset": layer.offset, **call.options}
         out = decode_at(q, k, v, high, low, length.on_device, **given)
     else:
         if pooled:
@@ -64,11 +64,6 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
         visible = visible_at(length, query.shape[2], call.options["window"])
         out = masked_attention(query, key, value, (high, low), visible, **options)
     return out.reshape(call.query.shape[0], 1, -1, out.shape[3]) if pooled else out
-
-
-def _options(call: Any) -> dict[str, Any]:
-    """The call's options without `prune`, an approximation that code of older checkpoints may still ask for."""
-    return {name: value for name, value in call.options.items() if name != "prune"}
 
 
 def backends(code: Any) -> dict[str, Callable[[Any], torch.Tensor]]:

@@ -153,8 +153,7 @@ def gate_logit(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def shift(slow: Forward) -> Forward:
     def forward(self: Any, states: Any, before: Any, joined: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        from_zero = getattr(self, "from_zero", False)  # the code of an older checkpoint lacks it
-        if from_zero or before is not None or not (fused.available(states) and fused.available(hidden_states)):
+        if self.from_zero or before is not None or not (fused.available(states) and fused.available(hidden_states)):
             return slow(self, states, before, joined, hidden_states)
         weight, gain = self.weight.float(), self.gain.float()
         amount = fused.gate(hidden_states, weight, torch.zeros_like(gain)).exp() * gain

@@ -64,25 +64,17 @@ def is_complete(folder: Path, key: str) -> bool:
 
 def read_shard(folder: Path, key: str) -> Shard:
     """The shard that KEY.json describes."""
-    counts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"]
-    counts.pop("wordless", None)  # shards of earlier versions have it
-    return Shard(**counts)
+    return Shard(**json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"])
 
 
 class Digests:
     """sha256 of files, remembered by size, modification and change time, so that unchanged files are hashed once."""
 
-    def __init__(self, known: dict[str, Any] | None = None):
-        self.known: dict[str, Any] = dict(known or {})
-
-    @classmethod
-    def load(cls, path: Path) -> Digests:
-        """The digests kept in a file; empty where there is none, or a damaged one: files are hashed again then."""
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return cls()
-        return cls(known if isinstance(known, dict) else None)
+    def __init__(self, kept: Path | None = None):
+        """Begins with those that a file holds, where there is one."""
+        self.known: dict[str, Any] = {}
+        if kept is not None and kept.is_file():
+            self.known = json.loads(kept.read_text(encoding="utf-8"))
 
     def of(self, path: Path) -> str:
         """The sha256 of a file, hex."""

@@ -124,7 +124,7 @@ def prepare_sources(
     units = [resolve(source) for source in sources]
     readings = [Reading.of(source, text_field, split_special_tokens) for source in sources]
     folder.mkdir(parents=True, exist_ok=True)
-    digests = Digests.load(folder / DIGESTS)
+    digests = Digests(folder / DIGESTS)
     made_from = fingerprint(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     wanted = [

@@ -145,13 +145,6 @@ def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer,
     assert [tokens.document(n).tolist() for n in range(5)] == [expected(p.read_text(), tokenizer) for p in texts]
 
 
-def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
-    prepared([texts[1]], tokenizer, tmp_path / "out")
-    for damage in ("{", "[]", ""):
-        (tmp_path / "out" / "digests.json").write_text(damage)
-        assert prepared([texts[1]], tokenizer, tmp_path / "out").reused == 1
-
-
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make_text, prepared, monkeypatch):
     path, plain = tmp_path / "growing.txt", Encoder.__call__
     path.write_text(make_text(1, 50))

@@ -139,20 +139,6 @@ def test_characters_are_written_whole_and_what_was_written_stays(pico_tokenizer)
     assert shown == ["", "é", "é", "é", "é東"]
 
 
-def test_text_that_a_tokenizer_takes_back_is_not_written_twice():
-    class Changing:
-        texts = iter(["a b", "a", "a c"])
-
-        def decode(self, ids, **options):
-            return next(self.texts)
-
-    output = io.StringIO()
-    writer = Writer(Changing(), output)
-    for token in range(3):
-        writer.put(token)
-    assert output.getvalue() == "a b"
-
-
 def test_tokens_are_counted_up_to_the_end():
     meter = Meter([7], None)
     for token in (0, 3, 4, 7, 1, 1):  # the prompt first, padding last

@@ -13,7 +13,7 @@ import retrofox
 from retrofox.config import LoraConfig
 from retrofox.conversion.merge import merge
 from retrofox.support.files import new_file_mode
-from retrofox.training.lora import adapted, add_adapters, assert_gates_saved, target_modules
+from retrofox.training.lora import adapted, add_adapters, assert_gates_saved
 from retrofox.training.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -137,14 +137,6 @@ def test_damaged_adapters_are_named(make_recipe, tmp_path):
     for damage in ("{", "[]", "{}"):
         config.write_text(damage)
         refused("adapter_config.json is damaged, or names no base")
-
-
-def test_targets_are_checked(pico_fox):
-    model = pico_fox()
-    assert "lm_head" not in target_modules(model, LoraConfig())
-    with pytest.raises(ValueError, match="forget_gate"):
-        target_modules(model, LoraConfig(targets=["forget_gate"]))
-    assert target_modules(model, LoraConfig(targets=["q_proj"])) == ["q_proj"]
 
 
 def test_a_file_without_its_gates_is_caught(pico_fox, pico_fox_checkpoint, tmp_path):

@@ -11,11 +11,9 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,7 +21,6 @@ import retrofox
 import retrofox.training.train
 from retrofox.config import load_recipe
 from retrofox.training import checkpoint
-from retrofox.training.run_directory import batches_of, claim_output
 from retrofox.training.train import train
 from retrofox.training.trainer import FoxTrainer
 from tests import conftest
@@ -169,30 +166,6 @@ def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "signal 15: saved at step 2" in said
-
-
-def test_a_run_begun_before_some_fields_were_there_goes_on_and_their_values_still_count(recipe, tmp_path):
-    alone: Any = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
-    out = tmp_path / "run"
-    loaded = load_recipe(recipe, ["fox={preset: fox-stretch, half_life: [2, 200]}"])
-    (out / "stage-0-extend").mkdir(parents=True)
-    batches = claim_output(out, loaded, alone)
-    (out / "stage-0-extend" / "checkpoint-1").mkdir()
-    kept = yaml.safe_load((out / "recipe.yaml").read_text())
-    for section, fields in (
-        (kept["recipe"]["fox"], ("open_heads", "gate_heads", "horizon", "layer_pairs")),
-        (kept["recipe"]["stages"][0], ("max_position", "budget", "tiled_mlp", "gate_weight_decay")),
-        (kept["recipe"], ("parallel", "rope_theta")),
-    ):
-        for field in fields:
-            del section[field]
-    kept["recipe"]["fox"]["preset"] = "fox-partial"  # its name of then
-    (out / "recipe.yaml").write_text(yaml.safe_dump(kept))
-    assert batches_of(out, loaded) == batches
-    for change, told in (("fox.horizon=16", "fox"), ("stages.0.max_position=128", "stages.0.max_position")):
-        changed = load_recipe(recipe, ["fox={half_life: [2, 200]}", change])
-        with pytest.raises(ValueError, match=rf"holds another run: {told} differ"):
-            batches_of(out, changed)
 
 
 def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(

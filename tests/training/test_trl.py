@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -79,21 +78,16 @@ def documents(batch) -> list[torch.Tensor]:
     return list(batch["input_ids"][0].tensor_split(starts[1:]))
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_dpo_of_a_model_without_a_path_needs_a_copy(pico_checkpoint, pico_tokenizer, settings, given):
+def test_dpo_of_a_model_without_a_path_needs_a_copy(pico_checkpoint, pico_tokenizer, settings):
     from transformers import AutoModelForCausalLM
     from trl import DPOConfig, DPOTrainer
 
     model = retrofox.convert(AutoModelForCausalLM.from_pretrained(pico_checkpoint), fox=retrofox.FoxSpec())
     trainer = DPOTrainer(
         model,
-        ref_model=copy.deepcopy(model) if given else None,
         args=settings(DPOConfig),
         train_dataset=datasets.Dataset.from_list(PAIRS),
         processing_class=pico_tokenizer,
     )
-    if given:
-        assert losses(trainer)[0] == pytest.approx(math.log(2), abs=1e-4)
-        return
     with pytest.raises(ValueError, match=r"no forget gates reached this LlamaAttention.*ref_model=copy\.deepcopy"):
         trainer.train()
