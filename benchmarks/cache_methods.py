@@ -131,7 +131,7 @@ class Forgetting:
 
     def measure(self, prompts: list[Prompt], texts: list[np.ndarray], until: float) -> tuple[Hits, Hits, Hits]:
         live, _ = measure_live_share(
-            self.opened, [Window(n, text) for n, text in enumerate(texts[:4])], lengths=[len(texts[0])], progress=False
+            self.opened, [Window(text) for text in texts[:4]], lengths=[len(texts[0])], progress=False
         )
         tails = [Scored(text, np.arange(len(text) - min(TAIL, len(text) // 4) + 1, len(text))) for text in texts]
         losses = [float(loss.mean()) for loss, _ in score_tokens(self.opened.model, tails)]

@@ -57,7 +57,7 @@ def choose_windows(
     for name, ids in documents(sources, tokenizer, text_field=text_field):
         longest = max(longest, len(ids))
         if len(ids) >= min_tokens:
-            chosen.append(Window(len(chosen), np.asarray(ids[:length], np.int64), name))
+            chosen.append(Window(np.asarray(ids[:length], np.int64), name))
         if len(chosen) == max_documents:
             break
     if chosen:
@@ -71,7 +71,6 @@ def choose_windows(
 class Window:
     """The first tokens of one document."""
 
-    document: int
     token_ids: np.ndarray
     name: str = ""
 

@@ -130,7 +130,7 @@ def evaluate(
             scores[key] = run_tasks(opened, found, max_length=length, limit=limit, progress=progress)
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
-    _report(result, losses, scores, chosen, out, started)
+    _report(result, losses, scores, out, started)
     return result
 
 
@@ -138,16 +138,15 @@ def _report(
     result: dict[str, Any],
     losses: dict[str, list[np.ndarray]],
     scores: dict[str, Scores],
-    chosen: Sequence[Window],
     out: str | os.PathLike | None,
     started: float,
 ) -> None:
     """Completes the result with its statistics, prints the tables and writes the files."""
     console = output_console()
     length: int = result["length"]
-    if chosen:
-        result["buckets"] = loss_report.buckets(losses, chosen, length)
-        for line, summary in zip(result["lines"], loss_report.summarise(losses, chosen, length).values(), strict=True):
+    if losses:
+        result["buckets"] = loss_report.buckets(losses, length)
+        for line, summary in zip(result["lines"], loss_report.summarise(losses, length).values(), strict=True):
             line.update(summary)
         loss_report.print_losses(result, console)
     if scores:
@@ -156,8 +155,8 @@ def _report(
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
     result["seconds"] = time.time() - started
     if out is not None:
-        if chosen:
-            result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
+        if losses:
+            result["files"] = loss_report.write_files(result, losses, Path(out))
         write_results(result, Path(out) / "eval.json", console)
 
 

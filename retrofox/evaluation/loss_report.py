@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 
-from retrofox.data.windows import Window
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
 from retrofox.support.plots import (
@@ -35,13 +34,13 @@ NO_CHANGE = 1e-4
 """Nats: a change of the loss that is called none whatever its standard error."""
 
 
-def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
+def buckets(losses: Losses, length: int) -> list[dict[str, Any]]:
     """Per position bucket: tokens, documents, and by line its loss and difference, each as `mean_over_documents`.
 
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
-    edges = bucket_edges(length, reach(windows))
-    sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
+    edges = bucket_edges(length, reach(losses))
+    sums = {key: PositionSums(values, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
         f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key, sums)] if to in sums
@@ -60,14 +59,14 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
     ]
 
 
-def reach(windows: Sequence[Window]) -> int:
-    """Tokens of the longest window."""
-    return max(len(w.token_ids) for w in windows)
+def reach(losses: Losses) -> int:
+    """Tokens of the longest document, of which the first has no loss."""
+    return 1 + max(len(loss) for loss in losses["model"])
 
 
-def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
+def summarise(losses: Losses, length: int) -> dict[str, dict[str, Any]]:
     """By line: its mean over all positions, and the mean difference."""
-    sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
+    sums = {key: PositionSums(values, [0, length]) for key, values in losses.items()}
     summary = {key: own.statistics()[0] for key, own in sums.items()}
     for key, found in summary.items():
         to = _compared_to(key, sums)
@@ -76,15 +75,15 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
 
 
 def curves(
-    lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int, less: str | None = None
+    lines: Sequence[dict[str, Any]], losses: Losses, length: int, less: str | None = None
 ) -> list[dict[str, Any]]:
     """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents.
 
     With `less`, the key of a line, the other lines' paired differences to it.
     """
-    edges = curve_edges(min(length, reach(windows)))
+    edges = curve_edges(min(length, reach(losses)))
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
-    sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
+    sums = {key: PositionSums(values, edges).smoothed(edges) for key, values in losses.items()}
     result = []
     looks = [line["key"] for line in sorted(lines, key=lambda line: line["key"] in CONTROLS)]  # as in other figures
     for line in lines:
@@ -161,11 +160,11 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
+def write_files(result: dict[str, Any], losses: Losses, out: Path) -> dict[str, str]:
     """Writes the figure into `out`, the curves drawn into the result; returns the files by name."""
     keys = [line["key"] for line in result["lines"]]
-    result["curves"] = curves(result["lines"], losses, windows, result["length"])
-    result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=_reference(keys))
+    result["curves"] = curves(result["lines"], losses, result["length"])
+    result["difference_curves"] = curves(result["lines"], losses, result["length"], less=_reference(keys))
     png, svg = save_figure(figure(result), out / "per_token_loss")
     return {"png": png, "svg": svg}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.windows import Window
 from retrofox.evaluation.statistics import mean_over_documents
 
 STANDARD_EDGES = (0, 512, 2048, 4096, 8192, 16384, 24576, 32768)
@@ -45,16 +44,14 @@ def curve_edges(length: int, per_octave: int = 12) -> list[int]:
 class PositionSums:
     """Sums of losses per document over position bins, from which means and errors over documents follow."""
 
-    def __init__(self, losses: Sequence[np.ndarray], windows: Sequence[Window], edges: Sequence[int]):
-        documents = sorted({w.document for w in windows})
-        row = {d: r for r, d in enumerate(documents)}
-        self.sums = np.zeros((len(documents), len(edges) - 1))
+    def __init__(self, losses: Sequence[np.ndarray], edges: Sequence[int]):
+        self.sums = np.zeros((len(losses), len(edges) - 1))
         self.counts = np.zeros_like(self.sums)
-        for window, loss in zip(windows, losses, strict=True):
+        for document, loss in enumerate(losses):
             cumulative = np.concatenate([[0.0], np.cumsum(loss, dtype=np.float64)])
             at = np.clip(np.asarray(edges) - 1, 0, len(loss))  # loss[i - 1] belongs to position i
-            self.sums[row[window.document]] += np.diff(cumulative[at])
-            self.counts[row[window.document]] += np.diff(at)
+            self.sums[document] = np.diff(cumulative[at])
+            self.counts[document] = np.diff(at)
 
     def smoothed(self, edges: Sequence[int], octaves: float = 0.5) -> PositionSums:
         """Every bin widened to all bins whose centre is within octaves / 2 of its own: a moving log-spaced window."""

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, trainers
 from transformers import PreTrainedTokenizerFast
 
 from retrofox.anatomy import attention_mode
-from retrofox.data.windows import Window
 from retrofox.evaluation.loss_report import verdicts
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges
 from retrofox.loading.loaded_model import open_model
@@ -57,11 +56,9 @@ def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_lla
 
 
 def test_losses_are_summed_by_document_and_bucket():
-    windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
-    losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]
-    sums = PositionSums(losses, windows, [0, 3, 5])
-    assert sums.counts.tolist() == [[4, 2], [2, 2]]
-    assert sums.sums.tolist() == [[11, 7], [10, 10]]
+    sums = PositionSums([np.array([1.0, 2, 3, 4]), np.array([3.0, 5])], [0, 3, 5])
+    assert sums.counts.tolist() == [[2, 2], [2, 0]]
+    assert sums.sums.tolist() == [[3, 7], [8, 0]]
 
 
 def test_evaluate_reports_every_line_and_writes_every_file(

@@ -53,7 +53,7 @@ def opened(pico_fox, pico_tokenizer) -> LoadedModel:
 
 
 def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
-    windows = [Window(0, np.arange(3, 67), "a"), Window(1, np.arange(3, 43), "b")]
+    windows = [Window(np.arange(3, 67), "a"), Window(np.arange(3, 43), "b")]
     result, decay = measure_live_share(opened, windows, 16.0, (32, 64, 128), progress=False)
     assert [(row["length"], row["documents"]) for row in result["lengths"]] == [(32, 2), (64, 1)]
     attention: Any = next(attentions(opened.model))[1]
@@ -68,7 +68,7 @@ def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
 
 
 def test_bytes_and_decoding_are_predicted_from_weights_and_live_cache(opened):
-    found, _ = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)
+    found, _ = measure_live_share(opened, [Window(np.arange(3, 67), "a")], 16.0, (64,), progress=False)
     row = found["lengths"][0]
     entry = 2 * 8 * 4  # head_dim 8 in float32
     assert row["base_bytes_per_token"] == 2 * 2 * entry

@@ -19,7 +19,7 @@ TEXT = "The fox keeps stones beside the river, and counts them every winter even
 
 @pytest.fixture
 def windows(pico_tokenizer) -> list[Window]:
-    return [Window(0, np.array(pico_tokenizer(TEXT)["input_ids"][:900]))]
+    return [Window(np.array(pico_tokenizer(TEXT)["input_ids"][:900]))]
 
 
 def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
@@ -43,7 +43,7 @@ def test_a_gate_for_each_kv_head_has_the_most_of_its_query_heads(pico_fox, pico_
 
 
 def test_texts_or_models_too_short_for_a_fact_tell_nothing(pico_fox, pico_tokenizer, windows):
-    short = [Window(0, windows[0].token_ids[:400])]
+    short = [Window(windows[0].token_ids[:400])]
     long = LoadedModel(pico_fox(config={"max_position_embeddings": 1024}), pico_tokenizer, "fox", "fox")
     assert measure_needle_heads(long, short, False) is None
     assert measure_needle_heads(LoadedModel(pico_fox(), pico_tokenizer, "fox", "fox"), windows, False) is None

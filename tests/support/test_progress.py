@@ -87,7 +87,7 @@ def test_answers_of_lm_evals_tasks_are_counted(slow, pico_fox, pico_tokenizer, c
 def test_a_pass_longer_than_a_minute_tells_the_time_left(slow, pico_fox, pico_tokenizer, monkeypatch, capsys):
     opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
     layers = opened.model.config.num_hidden_layers
-    list(hear_gates(opened, [Window(0, IDS, "a")]))
+    list(hear_gates(opened, [Window(IDS, "a")]))
     assert capsys.readouterr().err.count(f"{opened.name}: ") == layers
     monkeypatch.setattr(generation, "SHORT_PROMPT", 8)
     monkeypatch.setattr(generation, "CPU_PART", 16)
