@@ -36,9 +36,11 @@ class Interruptions:
             self.before = {number: signal.signal(number, self._catch) for number in SIGNALS}
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.leaving and self.caught is not None and kind is not None and issubclass(kind, Exception):
+            raise SystemExit(128 + self.caught)  # torch made an error of the exit
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import retrofox.training.train
@@ -141,3 +142,16 @@ def test_a_second_ctrl_c_stops_at_once_and_other_signals_wait():
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # a group's second copy must not break what unwinds
         interruptions.leave()
+
+
+def test_an_error_that_a_library_makes_of_the_exit_changes_no_exit_code():
+    def run() -> None:
+        with Interruptions("it stands", quiet=True):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                torch.zeros(1).view(2)
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 143
