@@ -164,9 +164,6 @@ class ParallelConfig(Section):
     context: int = Field(
         default=1, ge=1, description="processes that share each row; those beyond it read other rows (DDP, FSDP2)"
     )
-    ulysses: int | None = Field(
-        default=None, ge=1, description="of these, how many trade heads, the rest gathering keys; None = as many as go"
-    )
 
 
 class Recipe(Section):

@@ -57,22 +57,8 @@ class Degrees:
         return found
 
 
-def degrees(context: int, kv_heads: int, ulysses: int | None = None) -> Degrees:
-    """The split of a context group: as many processes trade heads as divide both it and the key/value heads.
-
-    Args:
-        ulysses: at most so many; None = no limit.
-
-    Raises:
-        ValueError: `ulysses` does not divide the group or the key/value heads.
-    """
-    if ulysses is not None:
-        if context % ulysses or kv_heads % ulysses:
-            raise ValueError(
-                f"parallel.ulysses: {ulysses} must divide both parallel.context ({context}) and the model's key/value "
-                f"heads ({kv_heads}); leave it out for the largest that does"
-            )
-        return Degrees(ulysses, context // ulysses)
+def degrees(context: int, kv_heads: int) -> Degrees:
+    """The split of a context group: as many processes trade heads as divide both it and the key/value heads."""
     best = max(u for u in range(1, context + 1) if context % u == 0 and kv_heads % u == 0)
     return Degrees(best, context // best)
 
@@ -85,7 +71,7 @@ def readers_of(parallel: ParallelConfig, processes: int) -> int:
 def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
     """How a context group is split for a model's key/value heads."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return degrees(parallel.context, kv_heads, parallel.ulysses)
+    return degrees(parallel.context, kv_heads)
 
 
 def refuse_processes(parallel: ParallelConfig, processes: int) -> None:

@@ -25,10 +25,6 @@ def test_processes_hold_every_token_once_and_equally_many(split):
 def test_heads_are_traded_as_far_as_they_divide():
     assert degrees(8, 6) == Degrees(2, 4)
     assert degrees(4, 8) == Degrees(4, 1)
-    assert degrees(8, 8, ulysses=2) == Degrees(2, 4)
-    for context, heads in ((8, 9), (9, 6)):
-        with pytest.raises(ValueError, match=r"parallel\.ulysses: 2 must divide both"):
-            degrees(context, heads, ulysses=2)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
