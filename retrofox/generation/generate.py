@@ -114,7 +114,11 @@ def generate(
         "decoded_by": getattr(opened.model, "decoded_by", None),
     }
     if stream:
-        print(_speed(result), file=sys.stderr)
+        print(
+            f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
+            f", first token after {result['first_token_seconds']:.2f} s, prompt {result['prompt_tokens']} tokens]",
+            file=sys.stderr,
+        )
     return result
 
 
@@ -224,13 +228,6 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
         if token in ends:
             return ids[: position + 1]
     return ids
-
-
-def _speed(result: dict[str, Any]) -> str:
-    return (
-        f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
-        f", first token after {result['first_token_seconds']:.2f} s, prompt {result['prompt_tokens']} tokens]"
-    )
 
 
 @contextmanager

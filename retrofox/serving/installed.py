@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import metadata
 from typing import Any
 
@@ -58,7 +57,4 @@ def plugin() -> str:
     found = [entry.value for entry in metadata.entry_points(group=GROUP) if entry.name == NAME]
     if not found:
         return f"vLLM {vllm} does not see it: retrofox runs from a source tree; pip install it"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and NAME not in allowed.split(","):
-        return f"vLLM {vllm} does not load it: VLLM_PLUGINS is {allowed!r}, add {NAME}"
     return f"seen by vLLM {vllm} ({found[0]})"
