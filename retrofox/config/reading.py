@@ -77,7 +77,6 @@ _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")
 
 
 def _shown(given: object) -> str:
-    """A value in at most 80 characters."""
     text = repr(given)
     return text if len(text) <= 80 else text[:77] + "..."
 

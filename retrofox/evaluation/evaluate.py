@@ -141,7 +141,6 @@ def _report(
     out: str | os.PathLike | None,
     started: float,
 ) -> None:
-    """Completes the result with its statistics, prints the tables and writes the files."""
     console = output_console()
     length: int = result["length"]
     if losses:

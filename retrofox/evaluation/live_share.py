@@ -159,7 +159,9 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         c_bytes = C_BYTES * model.config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
     weights = _weight_bytes(model)
-    gates = [own[:: _heads_per_gate(attention)] for own, (_, attention) in zip(reach, attentions(model), strict=True)]
+    gates = []
+    for own, (_, attention) in zip(reach, attentions(model), strict=True):  # heads that share a gate see the same keys
+        gates.append(own[:: attention.heads_per_gate] if attention.forget_gate is not None else own)
     return {
         "length": length,
         "documents": len(documents),
@@ -171,11 +173,6 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         "base_decode_ms": 1e3 * (weights + base * length) / BANDWIDTH,
         "open_heads": [f"{layer}.{head}" for layer, own in enumerate(gates) for head in np.nonzero(own >= 1.0)[0]],
     }
-
-
-def _heads_per_gate(attention: Any) -> int:
-    """Query heads that share a gate, and so see the same keys."""
-    return attention.heads_per_gate if attention.forget_gate is not None else 1
 
 
 def _weight_bytes(model: Any) -> int:

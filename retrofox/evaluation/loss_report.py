@@ -225,7 +225,6 @@ def _line(axes: Any, curve: dict[str, Any]) -> None:
 
 
 def _limit(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
-    """Fits the vertical range to the means at the positions shown."""
     shown = [m for curve in curves for m, at in zip(curve["mean"], curve["position"], strict=True) if at >= first]
     if len(shown) > 1:
         margin = 0.08 * max(max(shown) - min(shown), 0.01)

@@ -104,8 +104,12 @@ def needle(
             "role": role,
             "trained_length": getattr(opened.model.config, "max_position_embeddings", None),
             "seconds": time.perf_counter() - begun,
-            "modes": {mode: _summary(answers, mode, lengths, places) for mode in modes},
+            "modes": {},
         }
+        for mode in modes:
+            own = [answer for answer in answers if answer["mode"] == mode]
+            found = {"found": grid(own, lengths, places), "by_length": by_length(own, lengths)}
+            result["models"][opened.name]["modes"][mode] = found
         result["answers"] += [{"model": opened.name, **answer} for answer in answers]
         opened = None  # frees the weights before the next model is loaded
     result |= {"seconds": time.time() - started, "files": {}}
@@ -140,11 +144,3 @@ def _answers(opened: LoadedModel, prompts: Sequence[Prompt], progress: bool) -> 
             }
         )
     return answers
-
-
-def _summary(
-    answers: Sequence[dict[str, Any]], mode: str, lengths: Sequence[int], depths: Sequence[float]
-) -> dict[str, Any]:
-    """A mode's shares found, by depth and length and by length alone."""
-    own = [answer for answer in answers if answer["mode"] == mode]
-    return {"found": grid(own, lengths, depths), "by_length": by_length(own, lengths)}

@@ -97,7 +97,6 @@ def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _method(result: dict[str, Any]) -> dict[str, str]:
-    """Models, texts, versions and hardware."""
     environment, gpu = result["environment"], result["environment"]["gpu"]
     return {
         "model": result["model"],

@@ -103,7 +103,6 @@ def _judged(change: dict[str, Any] | None, better: int = 1) -> tuple[dict[str, A
 
 
 def _needle_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each mode and length of one part."""
     rows = []
     for mode in result["modes"]:
         by_length = {values["role"]: values["modes"][mode]["by_length"] for values in result["models"].values()}
@@ -125,7 +124,6 @@ def _found(result: dict[str, Any], name: str | None, mode: str, length: int) -> 
 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each bucket of positions."""
     rows = []
     for bucket in results.get("loss", {}).get("buckets", ()):
         if bucket["tokens"]:
@@ -135,7 +133,6 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _panel_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each kind of text and span of positions."""
     rows = []
     for kind, found in results.get("panel", {}).get("kinds", {}).items():
         for span in found["spans"]:
@@ -151,19 +148,17 @@ def _span(row: Mapping[str, Any]) -> str:
 
 def _in_nats(topic: str, what: str, losses: Mapping[str, Any], change: Mapping[str, Any] | None) -> dict[str, Any]:
     """A row of losses, their intervals cut at 0, and their difference, which has no such end."""
-    values = {key: {"value": found["mean"], "interval": _from_0(found["interval"])} for key, found in losses.items()}
+    values = {}
+    for key, found in losses.items():
+        interval = found["interval"]
+        values[key] = {"value": found["mean"], "interval": interval and [max(0.0, interval[0]), interval[1]]}
     if change is None:
         return _row(topic, what, "nats", values, None, None)
     state = (UNCLEAR, WORSE, BETTER)[side(change["interval"])]
     return _row(topic, what, "nats", values, {"value": change["mean"], "interval": change["interval"]}, state)
 
 
-def _from_0(interval: list[float] | None) -> list[float] | None:
-    return None if interval is None else [max(0.0, interval[0]), interval[1]]
-
-
 def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each metric of each task."""
     rows = []
     for result in (results[name] for name in ("tasks", "tasks-long") if name in results):
         for task, metrics in result["tasks"]["model"].items():

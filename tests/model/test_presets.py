@@ -25,9 +25,25 @@ def test_a_preset_is_its_fields_and_changes_go_before_them():
     assert FoxSpec.from_dict({"preset": "fox-pro"}) == FoxSpec(rope="drop", sink_tokens=0, pro=PRO_PARTS)
     changed = FoxSpec.from_dict({"preset": "fox-pro", "pro": "k-shift", "sink_tokens": 3})
     assert changed == FoxSpec(rope="drop", sink_tokens=3, pro=("k-shift",))
-    assert FoxSpec.from_dict({"preset": "transformer-pro"}).pro == PRO_PARTS
     with pytest.raises(ValueError, match="a key of fox must be one of rope"):
         FoxSpec.from_dict({"preset": "fox-pro", "sink": 1})
+
+
+SYSTEMS = {
+    "fox-stretch": ("interpolate", "data", "slopes", 1, ()),
+    "fox-llama": ("drop", "data", "slopes", 0, ()),
+    "fox-pro": ("drop", "data", "slopes", 0, PRO_PARTS),
+    "transformer-llama": ("keep", "none", "slopes", 1, ()),
+    "transformer-pro": ("keep", "none", "slopes", 1, PRO_PARTS),
+    "alibi": ("drop", "fixed", "alibi", 0, ()),
+    "drope": ("drop", "none", "slopes", 1, ()),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_published_systems(name):
+    spec = FoxSpec.from_dict({"preset": name}).resolved(8192)
+    assert (spec.rope, spec.gate, spec.init, spec.sink_tokens, spec.pro) == SYSTEMS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
