@@ -1,10 +1,10 @@
 """A cache that frees the keys which a horizon hides for good: less memory, fewer reads, the same logits.
 
 With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with i, so a kv head loses a prefix of its
-text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. From then on each row's kv
-heads are rows of their own, in as few GrowingLayers as their lengths allow. In front of a shorter head's keys lies
-padding whose c is so large that it has decayed to nothing. So the attention of such a group is that of a batch: every
-backend serves it as it is (`head_groups`).
+text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. Then what is left of each row's kv
+heads is gathered, one behind another, which a captured step takes as it is (`pooled_cache`). Any other call first makes
+the heads rows of as few GrowingLayers as their lengths allow. In front of a shorter head's keys lies padding whose c is
+so large that it has decayed to nothing. So the attention of such a group is that of a batch: every backend serves it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
-from retrofox.acceleration.head_groups import packed, partition
+from retrofox.acceleration.head_groups import packed, partition, slots_of
 
 PAGE = 256
 """Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
@@ -30,13 +30,17 @@ class ForgettingLayer(DynamicLayer):
 
     Attributes:
         seen: tokens of the text so far.
+        starts: (B * Hkv,) int64 on the host, the position in the text from which keys behind the sinks are held; None
+            while nothing is forgotten.
         groups: one GrowingLayer of all heads, (B, Hkv, S, width), or several whose rows are kv heads, (n, 1, S, width).
-        pairs: b * Hkv + h of each row of each group, in their order; None while there is one GrowingLayer of all heads.
+        pairs: b * Hkv + h of each row of each of several groups, in their order.
         first: (B,) the first visible position of each row, None without padding; set when something is forgotten.
     """
 
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
     options: Any = None  # of the latest call
+    order: Tensor  # `pairs` in one
+    inverse: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -44,8 +48,10 @@ class ForgettingLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.is_initialized, self.seen, self.whole = False, 0, False
-        self.groups, self.bases = [GrowingLayer()], [0]
+        self._groups, self.bases = [GrowingLayer()], [0]
+        self._segments: Any = None  # what is held in place of groups since the last `hold`
         self.pairs: Any = None
+        self.starts: Tensor | None = None
         self.first: Tensor | None = None
         self.horizon: float | None = None
         self.begin, self.next_check = 0, 2 * PAGE
@@ -56,12 +62,24 @@ class ForgettingLayer(DynamicLayer):
     @property
     def num_live(self) -> int:
         """Keys held, of all rows and kv heads, padding included."""
+        if self._segments is not None:
+            return int(self._segments[2].sum())
         return sum(x.keys.shape[:3].numel() for x in self.groups if x.keys is not None)
+
+    @property
+    def groups(self) -> list[GrowingLayer]:
+        if self._segments is not None:
+            (buffers, begin, _), sink = self._segments, self.options["sink"]
+            held = sink + self.seen - self.starts
+            pairs = [sorted(x) for x in partition(held.tolist())]
+            groups = [packed(buffers, begin[x], held[x], sink, PAGE) for x in pairs]
+            self._take(groups, pairs, self.batch, self.first, self.starts)
+        return self._groups
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         self._show()
         incoming, self.incoming = self.incoming, None
-        if self.pairs is None:
+        if self.starts is None:
             self.groups[0].incoming = incoming
             shown = self.groups[0].update(key_states, value_states)
         else:
@@ -107,13 +125,13 @@ class ForgettingLayer(DynamicLayer):
         """`count` projections (B, Hkv, D) that the newest token carries, None where there is no token."""
         self._show()
         found = [group.previous(count, head_dim) for group in self.groups]
-        if self.pairs is None or found[0] is None:
+        if self.starts is None or found[0] is None:
             return found[0]
         return [self._joined(list(x)).view(self.batch, self.kv_heads, head_dim) for x in zip(*found, strict=True)]
 
     def attend(self, call: Any, attend: Callable[[Any], Tensor]) -> Tensor:
         """(B, T, H, DV) of a `Call`, by the backend that serves each group."""
-        if self.pairs is None:
+        if self.starts is None:
             return attend(call._replace(gates=self._gates(call, self.groups[0])))
         if call.mask is not None or call.cu_seqlens is not None:
             raise ValueError(f"a cache that has forgotten keys takes left padding and no other mask: {KEEP_ALL}")
@@ -151,63 +169,74 @@ class ForgettingLayer(DynamicLayer):
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
-        begin, first = self.seen - PAGE, call.seq_start
-        hidden = first
-        if self.pairs is None and first is not None:
-            if int(first.max()) + sink >= begin:  # a row whose sinks are still to come
-                return
-            first = first.repeat_interleave(self.kv_heads)
-        rows = [x for group in self.groups for x in self._rows(group)]
-        starts = [
-            self._starts(group, base, begin, horizon) for group, base in zip(self.groups, self.bases, strict=True)
-        ]
-        start = torch.cat(starts)
-        if self.pairs is None:
-            start = start.clamp_min(sink) if first is None else torch.maximum(start, first + sink)
+        begin, begun = self.seen - PAGE, self.begun(call.seq_start)
+        if max(begun.tolist()) >= begin:  # a row whose sinks are still to come
+            return
+        starts = begun if horizon is None else torch.maximum(begun, self._faded(begin, horizon))
         if window is not None:
-            start = start.clamp_min(begin - window + 1)
-        lengths = (self.seen - start.clamp_max(begin - 1)).tolist()
-        numbers = list(range(len(self))) if self.pairs is None else [x for pairs in self.pairs for x in pairs]
-        firsts = [0] * len(rows) if self.pairs is not None or first is None else first.tolist()
+            starts = starts.clamp_min(begin - window + 1)
+        starts = starts.clamp_max(begin - 1)
+        held = (sink + self.seen - starts).tolist()
         self.next_check = self.seen + PAGE
-        parts = partition(lengths)
-        if sum(len(x) * (sink + lengths[x[0]]) for x in parts) > self.num_live * 15 // 16:
+        if sum(len(x) * held[x[0]] for x in partition(held)) > self.num_live * 15 // 16:
             return  # too little to move all the rest for
-        parts = [sorted(x, key=lambda i: numbers[i]) for x in parts]
-        groups = [
-            packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink, PAGE) for x in parts
-        ]
-        self._take(groups, [[numbers[i] for i in x] for x in parts], self.batch, hidden, horizon, begin)
+        self.hold(self.segments(starts, begun), starts, call.seq_start, horizon, begin)
 
-    def _rows(self, group: GrowingLayer) -> list[list[Tensor]]:
-        """[keys (S, width), values (S, width), c (2 G, S)] of each row's kv heads."""
-        sums = group.sums[..., 0]
-        if self.pairs is None:
-            sums = sums.unflatten(1, (2, self.kv_heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        return [list(x) for x in zip(group.keys.flatten(0, 1), group.values.flatten(0, 1), sums, strict=True)]
+    def begun(self, seq_start: Tensor | None) -> Tensor:
+        """`starts`; what they are while nothing is forgotten, for rows that begin at `seq_start` (B,)."""
+        if self.starts is not None:
+            return self.starts
+        if seq_start is None:
+            return torch.full((len(self),), self.options["sink"])
+        return (seq_start.cpu().long() + self.options["sink"]).repeat_interleave(self.kv_heads)
 
-    def _starts(self, group: GrowingLayer, base: int, begin: int, horizon: float | None) -> Tensor:
-        """(n,) int64: the first position that some query head of each kv head sees from `begin` on."""
-        high, low = (x.unflatten(1, (-1, self._heads(group))) for x in group.cumulative())
-        high, low = (x.reshape(-1, *x.shape[2:]) for x in (high, low))  # (n, G, S)
-        if horizon is None:
-            return torch.zeros(len(high), dtype=torch.int64, device=high.device)
-        at = base + begin - 1
-        fall = (high[..., at, None] - high) + (low[..., at, None] - low)
-        return (fall > -horizon * LOG2_E - MARGIN).any(1).int().argmax(-1) - base
+    def _faded(self, begin: int, horizon: float) -> Tensor:
+        """(B * Hkv,) int64 on the host: the first position that some query head of a kv head sees from `begin` on."""
+        found = []
+        for group, base in zip(self.groups, self.bases, strict=True):
+            c = group.sums[..., 0].unflatten(1, (2, group.keys.shape[1], -1))  # (n, 2, Hkv, G, S)
+            at = base + begin - 1
+            fall = (c[..., at : at + 1] - c).sum(1)
+            gone = (fall <= -horizon * LOG2_E - MARGIN).all(2).sum(-1)  # c falls: the first keys
+            found.append(gone.flatten() - base)
+        return self._joined(found).cpu()
 
-    def _heads(self, group: GrowingLayer) -> int:
-        """Query heads of a kv head."""
-        return group.sums.shape[1] // (2 * group.keys.shape[1])
+    def segments(self, starts: Tensor, begun: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The sinks of each kv head and its keys from `starts` on, where it holds those from `begun` on.
 
-    def _take(
-        self, groups: list[GrowingLayer], pairs: list[list[int]], batch: int, first: Any, horizon: Any, begin: int
-    ) -> None:
-        order = torch.tensor([x for part in pairs for x in part], device=self.device)
-        inverse, bases = order.argsort(), [group.get_seq_length() - self.seen for group in groups]
-        self.batch, self.first, self.horizon, self.begin = batch, first, horizon, begin
+        Returns ([keys (1, 1, slots, width), values, c (1, 2 G, slots, 1)], one head's behind another's; where each
+        begins; how many they are), the latter two (B * Hkv,) int64 on the host.
+        """
+        sink = self.options["sink"]
+        held = sink + self.seen - starts
+        if self._segments is not None and torch.equal(held, self._segments[2]):
+            return self._segments
+        self._show()
+        parts, pairs = [], [list(range(len(self)))] if self.starts is None else self.pairs
+        for group, base, heads in zip(self.groups, self.bases, pairs, strict=True):
+            rows, kv_heads, fits = group._buffers[0].shape[:3]
+            first = begun[heads] - sink if self.starts is None else 0
+            begin, gone = torch.arange(len(heads)) * fits + first, base + starts[heads] - sink - first
+            slots, _ = slots_of(begin, held[heads], self.device, gone, sink)
+            keys, values, c = group._buffers
+            c = c.view(rows, 2, kv_heads, -1, fits).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)[None, ..., None]
+            whole = [x.reshape(1, 1, -1, x.shape[-1]) for x in (keys, values)]
+            parts.append([x.index_select(2, slots) for x in (*whole, c)])
+        order = torch.tensor([x for heads in pairs for x in heads])
+        moved = parts[0] if len(parts) == 1 else [torch.cat(x, 2) for x in zip(*parts, strict=True)]
+        ends = held[order].cumsum(0)
+        return moved, (ends - held[order])[order.argsort()], held
+
+    def hold(self, segments: Any, starts: Tensor, first: Tensor | None, horizon: float | None, begin: int) -> None:
+        """Takes `segments` in place of its groups; `begin`: the shortest text that a crop may leave."""
         # all at once: Ctrl-C may come in between
-        self.groups, self.pairs, self.bases, self.order, self.inverse = groups, pairs, bases, order, inverse
+        vars(self).update(first=first, horizon=horizon, begin=begin, starts=starts, _segments=segments, _groups=[])
+
+    def _take(self, groups: list[GrowingLayer], pairs: list[list[int]], batch: int, first: Any, starts: Any) -> None:
+        order = torch.tensor([x for part in pairs for x in part], device=self.device)
+        bases = [group.get_seq_length() - self.seen for group in groups]
+        made = {"_groups": groups, "pairs": pairs, "bases": bases, "order": order, "inverse": order.argsort()}
+        vars(self).update(made, batch=batch, first=first, starts=starts, _segments=None)  # all at once, as above
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -n tokens; n > 0: all but n.
@@ -233,7 +262,7 @@ class ForgettingLayer(DynamicLayer):
 
     def _take_rows(self, rows: Tensor) -> None:
         self._show()
-        if self.pairs is None:
+        if self.starts is None:
             self.batch = len(rows)
             return self.groups[0].batch_select_indices(rows)
         place = {pair: (g, i) for g, pairs in enumerate(self.pairs) for i, pair in enumerate(pairs)}
@@ -248,7 +277,8 @@ class ForgettingLayer(DynamicLayer):
             group.batch_select_indices(torch.tensor([i for _, i in x], device=self.device))
         groups, pairs = [group for group, _ in kept], [[pair for pair, _ in x] for _, x in kept]
         first = None if self.first is None else self.first[rows]
-        self._take(groups, pairs, len(found), first, self.horizon, self.begin)
+        starts = self.starts.view(-1, self.kv_heads)[found].flatten()
+        self._take(groups, pairs, len(found), first, starts)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         if self.is_initialized:

@@ -1,6 +1,8 @@
-"""kv heads of similar length in one GrowingLayer, as rows of a batch with padding in front."""
+"""kv heads of unlike length: as segments one behind another, or in GrowingLayers, as rows with padding in front."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -22,25 +24,39 @@ def partition(lengths: list[int]) -> list[list[int]]:
     return cut(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
 
 
-def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink: int, spare: int) -> GrowingLayer:
-    """A GrowingLayer of kv heads: the `sink` keys from each one's first on, and its newest `lengths` keys.
+def slots_of(begin: Tensor, held: Tensor, device: Any, skip: Any = 0, sink: int = 0) -> tuple[Tensor, Tensor]:
+    """(slots of all keys of segments, one segment's behind another's; the part of each), int64 on the device.
+
+    Segments begin at `begin` (n,) and hold `held` (n,), on the host, leaving out `skip` slots behind the first `sink`.
+    Segment i is part 2 i, its sinks, and part 2 i + 1.
+    """
+    sinks = held.clamp_max(sink)
+    lengths = torch.stack([sinks, held - sinks], 1).flatten()  # two parts of each segment
+    begins = torch.stack([begin, begin + sinks + skip], 1).flatten()
+    shift, length = torch.stack([begins - (lengths.cumsum(0) - lengths), lengths]).to(device)
+    part = torch.repeat_interleave(length, output_size=int(lengths.sum()))
+    return torch.arange(len(part), device=device) + shift[part], part
+
+
+def at_slots(buffers: list[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
+    """Keys (n, 1, S, width), values and both floats of c (n, G, S) of slots (n, S) of segments' buffers."""
+    keys, values = (x[0, 0][slots][:, None] for x in buffers[:2])
+    return keys, values, *buffers[2][0, ..., 0][:, slots].transpose(0, 1).chunk(2, 1)
+
+
+def packed(buffers: list[Tensor], begin: Tensor, held: Tensor, sink: int, spare: int) -> GrowingLayer:
+    """A GrowingLayer of segments of `buffers`, which begin at `begin` (n,) and hold `held` (n,) keys, on the host.
 
         [sinks | padding | the newest keys, without gaps]     c = NEVER in front of the newest keys
 
-    spare: tokens to have room for beside them. rows: [keys (S, width), values (S, width), c (2 G, S)] of each.
+    spare: tokens to have room for beside them.
     """
-    end = sink + max(lengths)
-    fits = end + spare
-    keys, values, sums = rows[0]
-    buffers = [x.new_empty(len(rows), 1, fits, x.shape[-1]) for x in (keys, values)]
-    buffers.append(sums.new_empty(len(rows), len(sums), fits, 1))
-    for i, ((keys, values, sums), length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
-        newest = end - length
-        for new, old in zip(buffers, (keys, values), strict=False):
-            new[i, 0, :sink] = old[first : first + sink]
-            new[i, 0, sink:newest] = 0
-            new[i, 0, newest:end] = old[-length:]
-        c = buffers[2][i, :, :, 0]
-        c[: len(c) // 2, :newest], c[len(c) // 2 :, :newest] = NEVER, 0
-        c[:, newest:end] = sums[:, -length:]
-    return GrowingLayer.holding(buffers, end)
+    end = int(held.max())
+    begin, count = torch.stack([begin, held])[..., None].to(buffers[0].device)
+    place = torch.arange(end + spare, device=begin.device)
+    hidden = place < end - count + sink  # sinks and padding, which may be any key
+    nth = torch.where(hidden, place.clamp_max(max(sink - 1, 0)), place - end + count)
+    keys, values, high, low = at_slots(buffers, begin + torch.minimum(nth, count - 1))
+    hidden = hidden[:, None]
+    sums = torch.cat([high.masked_fill(hidden, NEVER), low.masked_fill(hidden, 0.0)], 1)[..., None]
+    return GrowingLayer.holding([keys, values, sums], end)

@@ -20,7 +20,7 @@ from retrofox.acceleration import forgetting_cache
 from retrofox.acceleration.captured_step import Decoding, reads_for
 from retrofox.acceleration.forgetting_cache import MARGIN, ForgettingLayer
 from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, summed, two_floats
-from retrofox.acceleration.head_groups import NEVER, partition
+from retrofox.acceleration.head_groups import at_slots, slots_of
 from retrofox.acceleration.installed_kernels import append, appends
 from retrofox.acceleration.static_cache import DeviceLengths, SharedLength
 
@@ -29,19 +29,6 @@ MOST, ROOM = 1024, 512  # tokens that get room at once; where more are to come: 
 SPARE = 384  # slots for each segment to grow: a capture takes about as long as 70 tokens
 FILLS = 1 << 16  # slots of a pool that has work for every processor of a GPU
 Tensor = torch.Tensor
-
-
-def slots_of(begin: Tensor, held: Tensor, device: Any, skip: Any = 0, sink: int = 0) -> tuple[Tensor, Tensor]:
-    """(slots of all keys of segments, one segment's behind another's; the segment of each), int64 on the device.
-
-    They begin at `begin` (n,) and hold `held` (n,), on the host, leaving out `skip` slots behind the first `sink`.
-    """
-    sinks = held.clamp_max(sink)
-    lengths = torch.stack([sinks, held - sinks], 1).flatten()  # two parts of each segment
-    begins = torch.stack([begin, begin + sinks + skip], 1).flatten()
-    shift, length = torch.stack([begins - (lengths.cumsum(0) - lengths), lengths]).to(device)
-    part = torch.repeat_interleave(length, output_size=int(lengths.sum()))
-    return torch.arange(len(part), device=device) + shift[part], part // 2
 
 
 class PooledLayer(GrowingLayer):
@@ -61,45 +48,21 @@ class PooledLayer(GrowingLayer):
 
     def __init__(self, source: ForgettingLayer, lengths: DeviceLengths, seq_start: Tensor | None, room: int, left: int):
         super().__init__()
-        source._show()
         self.source, self.options = source, source.options
         self.sink: int = self.options["sink"]
         self.fits = 0
         self.dtype, self.device, self.is_initialized = source.dtype, source.device, True
+        begun = source.begun(seq_start)
         self.crops_to, self.padding = source.begin, source.first
-        if source.pairs is None and (seq_start is not None or self.sink):
-            self.crops_to = self.sink + (0 if seq_start is None else int(seq_start.max()))
-            self.padding = seq_start
+        if source.starts is None:
+            self.crops_to, self.padding = int(begun.max()), seq_start
         self.places = torch.zeros(3, len(source), dtype=torch.int32, device=self.device)
         self.offset, self.first, self.starts = self.places
         self.length = SharedLength(lengths, 0, 0, None)
         self.length.seq_start = self.starts
-        moved, order, held = self._taken(seq_start)
+        moved, begin, held = source.segments(begun, begun)
         source.reset()
-        self._lay_out(moved, held, order, room, left)
-
-    def _taken(self, seq_start: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
-        """(the source's keys, values and sums, segment behind segment, the segments in this order, keys of each)."""
-        source, parts, counts = self.source, [], []
-        for group in source.groups:
-            rows, heads, fits = group._buffers[0].shape[:3]
-            begin, end = torch.arange(rows * heads) * fits, group.get_seq_length()
-            if source.pairs is not None:  # [sinks | padding | the newest keys]
-                hidden, sink = (group.sums[:, 0, :, 0] == NEVER).sum(1).cpu(), self.sink
-                count, gap = sink + end - hidden, hidden - sink
-            else:
-                start = torch.zeros(rows, dtype=torch.int64) if seq_start is None else seq_start.cpu().long()
-                start = start.repeat_interleave(heads)
-                begin, count, gap = begin + start, end - start, torch.zeros_like(start)
-            slots, _ = slots_of(begin, count, self.device, gap, self.sink)
-            keys, values, sums = group._buffers
-            sums = sums.view(rows, 2, heads, -1, fits).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)[None, ..., None]
-            pooled = [x.reshape(1, 1, -1, x.shape[-1]) for x in (keys, values)]
-            parts.append([x.index_select(2, slots) for x in (*pooled, sums)])
-            counts.append(count)
-        order = torch.tensor([x for pairs in source.pairs or [range(len(source))] for x in pairs])
-        moved = parts[0] if len(parts) == 1 else [torch.cat(x, 2) for x in zip(*parts, strict=True)]
-        return moved, order, torch.cat(counts)[order.argsort()]
+        self._lay_out(moved, held, begin.argsort(), room, left)
 
     def _now(self) -> Tensor:
         """(B * Hkv,) int64: keys held by now."""
@@ -141,7 +104,8 @@ class PooledLayer(GrowingLayer):
         held, horizon, window = self._now(), self.options["horizon"], self.options["window"]
         gone = torch.zeros(len(held), dtype=torch.int64, device=self.device)
         if horizon is not None:
-            slots, segment = slots_of(self.begin, held, self.device)
+            slots, part = slots_of(self.begin, held, self.device)
+            segment = part // 2
             last = (self.begin + (held - page).clamp_min(1) - 1).to(self.device)[segment]
             high, low = self._buffers[2][0, ..., 0].chunk(2)
             fall = (high[:, last] - high[:, slots]) + (low[:, last] - low[:, slots])
@@ -190,13 +154,8 @@ class PooledLayer(GrowingLayer):
         """The same of each row alone, as many positions as are read; the newest key where there is none."""
         place = torch.arange(self.length.reads, device=self.device)
         slots = self.offset[:, None] + torch.minimum(torch.maximum(place, self.starts[:, None]), self.length.on_device)
-        keys, *rest = self._at(slots)
+        keys, *rest = at_slots(self._buffers, slots)
         return keys[..., :dim], *rest
-
-    def _at(self, slots: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values and both floats of c of slots (n, S)."""
-        keys, values = (x[0, 0][slots][:, None] for x in self._buffers[:2])
-        return keys, values, *self._buffers[2][0, ..., 0][:, slots].transpose(0, 1).chunk(2, 1)
 
     def returned(self, tokens: int, ahead: int) -> ForgettingLayer:
         """The source with the `tokens` tokens of the text so far, without the last `ahead` that were written here.
@@ -206,25 +165,13 @@ class PooledLayer(GrowingLayer):
         source, held = self.source, self._now() - ahead
         if not self._buffers:
             return source
-        pairs = [sorted(x) for x in partition(held.tolist())]
-        groups = [self._group(torch.tensor(x), held) for x in pairs]
         source.begin, source.seen, source.is_initialized = tokens + 1, tokens, True  # refused until it is filled
-        source._take(groups, pairs, source.batch, self.padding, self.options["horizon"], self.crops_to)
+        segments, starts = (self._buffers, self.begin, held), self.sink + tokens - held
+        source.hold(segments, starts, self.padding, self.options["horizon"], self.crops_to)
         source.next_check = tokens + forgetting_cache.PAGE
         self._buffers = []
+        source._show()  # as groups: without the room that a pool has
         return source
-
-    def _group(self, rows: Tensor, held: Tensor) -> GrowingLayer:
-        """Some segments as `head_groups.packed` has them: [sinks | padding | the newest keys], and room for a page."""
-        end = int(held[rows].max())
-        begin, count = (x[rows].to(self.device)[:, None] for x in (self.begin, held))
-        place = torch.arange(end + forgetting_cache.PAGE, device=self.device)
-        hidden = place < end - count + self.sink  # sinks and padding, which may be any key
-        nth = torch.where(hidden, place.clamp_max(max(self.sink - 1, 0)), place - end + count)
-        keys, values, high, low = self._at(begin + torch.minimum(nth, count - 1))
-        hidden = hidden[:, None]
-        sums = torch.cat([high.masked_fill(hidden, NEVER), low.masked_fill(hidden, 0.0)], 1)[..., None]
-        return GrowingLayer.holding([keys, values, sums], end)
 
 
 class PooledDecoding(Decoding):

@@ -99,7 +99,7 @@ def test_sinks_stay(pico_fox):
     for cache in (found, wanted):
         logits(model, ids, mask, cache, (400,))
     layer: Any = found.layers[0]
-    assert layer.pairs is not None
+    assert layer.starts is not None
     for group, pairs in zip(layer.groups, layer.pairs, strict=True):
         for keys, pair in zip(group.keys, pairs, strict=True):
             row, head = divmod(pair, 2)
@@ -109,18 +109,26 @@ def test_sinks_stay(pico_fox):
 
 def test_a_freed_key_is_never_read(pico_fox, monkeypatch):
     """What was let go is NaN from then on, and so is room that nothing has been written to."""
-    take, freed = ForgettingLayer._take, []
+    freed = []
 
-    def poisoned(self, groups, *rest):
-        old = [buffer for group in self.groups for buffer in group._buffers]
-        take(self, groups, *rest)
-        used = {buffer.data_ptr() for group in self.groups for buffer in group._buffers}
-        freed.extend(buffer.fill_(float("nan")) for buffer in old if buffer.data_ptr() not in used)
-        for group in self.groups:
-            for buffer in group._buffers:
-                buffer[:, :, group.get_seq_length() :] = float("nan")
+    def buffers(layer: Any) -> list[torch.Tensor]:
+        segments = [] if layer._segments is None else layer._segments[0]
+        return [*segments, *(buffer for group in layer._groups for buffer in group._buffers)]
 
-    monkeypatch.setattr(ForgettingLayer, "_take", poisoned)
+    def poisoned(change):
+        def changed(self, *given):
+            old = buffers(self)
+            change(self, *given)
+            used = {buffer.data_ptr() for buffer in buffers(self)}
+            freed.extend(buffer.fill_(float("nan")) for buffer in old if buffer.data_ptr() not in used)
+            for group in self._groups:
+                for buffer in group._buffers:
+                    buffer[:, :, group.get_seq_length() :] = float("nan")
+
+        return changed
+
+    for name in ("hold", "_take"):
+        monkeypatch.setattr(ForgettingLayer, name, poisoned(getattr(ForgettingLayer, name)))
     compared(pico_fox(**SPEC), (40, 1, 1, 30, 1))
     assert len(freed) > 50
 
@@ -270,8 +278,8 @@ def test_what_is_freed_is_decided_in_the_precision_of_the_sums():
     """Sums of two floats: far into a text, 2^25 and more, the first of the two has steps of four."""
     fallen = -(2.0**25) - torch.arange(200, dtype=torch.float64)[None, None]
     high = fallen.float()
-    halves = high, (fallen - high.double()).float()
-    group = SimpleNamespace(cumulative=lambda: halves)
-    layer = SimpleNamespace(_heads=lambda group: 1)
-    start = ForgettingLayer._starts(layer, group, 0, 200, 30.5 / forgetting_cache.LOG2_E)  # type: ignore[arg-type]
+    sums = torch.cat([high, (fallen - high.double()).float()], 1)[..., None]
+    group = SimpleNamespace(sums=sums, keys=torch.empty(1, 1, 200, 1))
+    layer = SimpleNamespace(groups=[group], bases=[0], _joined=lambda parts: parts[0])
+    start = ForgettingLayer._faded(layer, 200, 30.5 / forgetting_cache.LOG2_E)  # type: ignore[arg-type]
     assert start.tolist() == [200 - 1 - 30]
