@@ -61,14 +61,6 @@ def test_a_save_outlives_later_ones_that_were_passed_over(tmp_path):
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
 
 
-def test_nothing_there_is_no_checkpoint(tmp_path):
-    assert checkpoint.newest_good(tmp_path / "absent") == (None, [])
-    make(tmp_path, 1, complete=False)
-    found, skipped = checkpoint.newest_good(tmp_path)
-    assert found is None
-    assert "COMPLETE" in skipped[0]
-
-
 def test_rotation_keeps_the_newest_complete_and_whatever_is_newer(tmp_path):
     for step in (2, 4, 6, 10):
         make(tmp_path, step)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from retrofox.training.sharding import shards_layers, step_locally, units
+from retrofox.training.sharding import shards_layers, units
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,3 @@ def test_what_accelerate_is_asked_for_is_left_to_it():
     packed = nn.Linear(2, 2)
     packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)  # 4 bits, two by two
     assert not shards_layers(plugin(), packed)
-
-
-def test_plain_tensors_are_stepped_too():
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step_locally(optimizer)
-    before = model.weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
