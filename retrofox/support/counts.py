@@ -18,14 +18,9 @@ ALLOWED = (
 
 def parse_count(value: object) -> object:
     """A whole number from 65536, 6.5e6, "64K", "512Ki", "20M", "1.5B"; anything else is returned untouched."""
-    number = parse_tokens(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-def parse_tokens(value: object) -> object:
-    """As `parse_count`, but a number of tokens that need not be whole: "1.5" is 1.5; any other text is untouched."""
     match = re.fullmatch(PATTERN, value) if isinstance(value, str) else None
-    return value if match is None else float(match[1]) * SUFFIXES.get(match[2].lower(), 1)
+    number = value if match is None else float(match[1]) * SUFFIXES.get(match[2].lower(), 1)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def size(nbytes: float) -> str:

@@ -202,13 +202,6 @@ def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
 
 
-def test_tasks_may_have_spaces_between(run, source, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("retrofox.evaluation.evaluate.evaluate", lambda model, **options: asked.update(options))
-    assert run("eval", source, "--tasks", "arc_easy, piqa ,")[0] == 0
-    assert asked["tasks"] == ["arc_easy", "piqa"]
-
-
 def test_options_that_take_files_take_several():
     spread = cli.spread(["eval", "M", "--data", "a", "b", "c", "--length", "7"])
     assert spread == ["eval", "M", "--data", "a", "--data", "b", "--data", "c", "--length", "7"]

@@ -214,10 +214,9 @@ def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(so
     assert not {"_attn_implementation", "attn_implementation"} & written.keys()
 
 
-@pytest.mark.usefixtures("fresh_processes")
 def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
-    kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr("retrofox.support.processes.fresh_python", lambda program: kill)
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr("retrofox.support.processes.run_python", lambda *_: killed)
     refused("holds the base.*--no-verify.*killed by signal 9", source, tmp_path / "out")
 
 

@@ -44,14 +44,6 @@ def test_copies_count_from_their_first_bytes(now, capsys):
     assert capsys.readouterr().err == "copying weights: 4,000 of 16,000 MB, 1 min 10 s so far, about 3 min 30 s left\n"
 
 
-def test_what_is_to_be_quiet_is(now, capsys):
-    with report.progress_bar("tokens", False) as bar:
-        task = bar.add_task("model", total=4)
-        now[0] = 1000
-        bar.advance(task, 1)
-    assert capsys.readouterr().err == ""
-
-
 IDS = np.random.default_rng(0).integers(3, 280, 40)
 
 
