@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from safetensors.torch import load_file
 
-from retrofox.conversion.card import HERE, card, history, licence_in, licence_of
+from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
+from retrofox.loading.adapter import WEIGHTS, base_of
 from retrofox.loading.converted import load, require_finite
 from retrofox.loading.source import read_config
 
@@ -45,8 +48,9 @@ def push(
     *,
     private: bool = False,
     dry_run: bool = False,
+    base: str | None = None,
 ) -> dict[str, Any]:
-    """Uploads a converted checkpoint to the Hub in one commit.
+    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit.
 
     The card's placeholder for the repository becomes its name; a directory without a card gets one, with the base's
     licence. Beside a run's recipe.yaml the card shows recipe and loss.
@@ -55,25 +59,29 @@ def push(
         repo: "org/name"; created where it doesn't exist.
         private: the repository must be private: a new one is made so, a public one is refused.
         dry_run: check and list, upload nothing.
+        base: for an adapter: the Hub id of its converted base, where the adapter names it by a local path.
 
     Returns:
         repo, files (path -> bytes), bytes, licence, and the commit unless dry_run.
 
     Raises:
-        ValueError: the checkpoint is incomplete or an adapter, or `repo` is not a repository name.
+        ValueError: the checkpoint is incomplete, or `repo` is not a repository name.
         OSError: the Hub can't be reached or refuses it, as without a token that may write.
     """
     if repo.count("/") != 1:  # of a name alone the Hub would make user/name, and then look for the name alone
         raise ValueError(f"{repo!r} is not the name of a Hub repository: give org/name")
     directory = Path(directory)
-    if (directory / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{directory} is an adapter, which would run without gates on any other base: push what `retrofox merge` "
-            "makes of it"
-        )
     contents = _contents(directory)
-    check_complete(directory)
-    text = _model_card(directory)
+    if (directory / "adapter_config.json").is_file():
+        named = _base_on_hub(directory, base)
+        values = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        contents["adapter_config.json"] = json.dumps({**values, "base_model_name_or_path": named}, indent=2).encode()
+        text = adapter_card(named, values, licence_of(named))
+    else:
+        if base is not None:
+            raise ValueError(f"{directory} is no adapter: a converted model names its base itself, drop --base")
+        check_complete(directory)
+        text = _model_card(directory)
     text = f"{text.rstrip()}\n\n{history(directory)}"
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
@@ -103,6 +111,24 @@ def _model_card(directory: Path) -> str:
     values = read_config(directory)
     spec, base_type = FoxSpec.from_dict(values["fox"]), values["model_type"].removeprefix("fox_")
     return card(spec, base_type, "Converted, then adapted.", licence=licence_of(spec.base, spec.base_revision))
+
+
+def _base_on_hub(directory: Path, base: str | None) -> str:
+    """The Hub id under which an adapter's converted base is found by others.
+
+    Raises:
+        ValueError: the adapter names it by a path of this machine and no other name was given; its weights are cut
+            short or not finite.
+    """
+    shards.header(directory / WEIGHTS)
+    require_finite(directory, load_file(directory / WEIGHTS))
+    named = base or base_of(directory)
+    if Path(named).exists() or named.count("/") != 1 or named.startswith((".", "/")):
+        raise ValueError(
+            f"the adapter {directory} names its base by a path of this machine, {named}: push that base first "
+            f"(`retrofox push {named} ORG/BASE`) and give --base ORG/BASE, or push what `retrofox merge` makes"
+        )
+    return named
 
 
 def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:

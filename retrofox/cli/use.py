@@ -100,11 +100,14 @@ def push(
         bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
+    ] = None,
 ) -> None:
-    """Uploads a converted model to the Hub in one commit, after checking that it is complete."""
+    """Uploads a converted model, or an adapter, to the Hub in one commit, after checking that it is complete."""
     from retrofox.hub import push as run
 
-    found = run(directory, repo, private=private, dry_run=dry_run)
+    found = run(directory, repo, private=private, dry_run=dry_run, base=base)
     print(json.dumps(found, indent=2))
 
 

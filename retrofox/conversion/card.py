@@ -55,6 +55,32 @@ def card(spec: FoxSpec, base_type: str, state: str, licence: Mapping[str, Any] |
     return "\n".join(lines) + "\n"
 
 
+def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any]) -> str:
+    """README.md of a LoRA adapter with its gates, for a converted base on the Hub."""
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["retrofox", "forgetting-transformer", "lora", "base_model:adapter:" + base],
+        **licence,
+    )
+    trained = ", ".join(config.get("modules_to_save") or ()) or "none"
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# LoRA adapter of {base}\n",
+        f"Made with [retrofox]({SOURCE}). Its base `{base}` is a converted model: it has forget gates. On any other",
+        "base, and in plain PEFT on the unconverted one, the adapter runs without them.\n",
+        "```python\nimport retrofox\nfrom huggingface_hub import snapshot_download\n",
+        f'model = retrofox.load(snapshot_download("{HERE}"))\n```\n',
+        "For an engine, merge it first: `retrofox merge ADAPTER OUT`.\n",
+        "| what | value |\n|---|---|",
+        f"| rank | {config.get('r')} |",
+        f"| alpha | {config.get('lora_alpha')} |",
+        f"| trained whole | {trained} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def history(directory: Path) -> str:
     """A section of the card about a model's training, from the recipe.yaml and result.json that a run keeps beside it.
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import retrofox
 from retrofox.conversion.merge import probe_logits
 from retrofox.hub import check_complete, push
+from retrofox.loading.adapter import peft_is_behind
 from retrofox.loading.source import read_config
 from tests.hub.conftest import asked_private
 
@@ -148,15 +149,12 @@ def test_a_push_that_the_hub_refuses_changes_nothing_there(online, converted, ru
     assert online.repos == {"me/fox": {before: {"README.md": b"older"}}}
 
 
-def test_a_public_repository_a_bare_name_and_an_adapter_are_refused(online, converted):
+def test_private_refuses_a_repository_that_is_public(online, converted):
     before = online.commit("me/fox", {"README.md": b"public"})
     with pytest.raises(ValueError, match="me/fox is public and --private was asked for: nothing was uploaded"):
         push(converted, "me/fox", private=True)
     with pytest.raises(ValueError, match="'fox' is not the name of a Hub repository"):
         push(converted, "fox")
-    (converted / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is an adapter, which would run without gates on any other base"):
-        push(converted, "me/fox")
     assert list(online.repos["me/fox"]) == [before]
 
 
@@ -199,6 +197,37 @@ def test_recipe_and_loss_go_with_a_trained_model(pico_fox_checkpoint, online, tm
     card = online.at("me/fox", "main")[1]["README.md"].decode()
     assert "seed: 7" in card
     assert "3.0M tokens, loss 3.500 at first and 2.500 at last." in card
+
+
+@pytest.fixture
+def adapter(pico_fox_checkpoint, tmp_path) -> Path:
+    """A LoRA adapter of a converted pico model, as peft saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["forget_gate"], task_type="CAUSAL_LM")
+    with peft_is_behind():
+        model = get_peft_model(retrofox.load(pico_fox_checkpoint), config)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fox_checkpoint):
+    with pytest.raises(ValueError, match=r"names its base by a path of this machine, .*--base ORG/BASE"):
+        push(adapter, "me/adapter", dry_run=True)
+    with pytest.raises(ValueError, match="is no adapter"):
+        push(pico_fox_checkpoint, "me/base", base="me/base", dry_run=True)
+    push(adapter, "me/adapter", base="me/base")
+    files = online.at("me/adapter", "main")[1]
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "me/base"
+    card = files["README.md"].decode()
+    assert "base_model: me/base" in card
+    assert "library_name: peft" in card
+    assert 'snapshot_download("me/adapter")' in card
+    weights = adapter / "adapter_model.safetensors"
+    assert files["adapter_model.safetensors"] == weights.read_bytes()
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="download it again"):
+        push(adapter, "me/adapter", base="me/base", dry_run=True)
 
 
 def test_a_model_saved_before_is_pushed_as_it_is(online, saved_before):
