@@ -44,8 +44,6 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 """Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
-OLD_PRESETS = {"fox-partial": "fox-stretch"}
-
 MEASURED = (1 / 512, 1 / 8)
 """Default half-lives of init "measured", in trained lengths: 16 to 1024 tokens of 8192."""
 
@@ -143,10 +141,8 @@ class FoxSpec(FoxFields):
         for key in values:
             one_of("a key of fox", key, known)
         preset = values.get("preset")
-        if preset in OLD_PRESETS:
-            if values.get("version") is None:
-                logger.warning("preset %s is the old name of %s", preset, OLD_PRESETS[preset])
-            preset = OLD_PRESETS[preset]
+        if preset == "fox-partial":  # of checkpoints from before the name was changed
+            preset = "fox-stretch"
         if preset is not None:
             one_of("preset", preset, PRESETS)
         start = {} if preset is None else PRESETS[preset][0]

@@ -114,12 +114,7 @@ def _model_card(directory: Path) -> str:
 
 
 def _base_on_hub(directory: Path, base: str | None) -> str:
-    """The Hub id under which an adapter's converted base is found by others.
-
-    Raises:
-        ValueError: the adapter names it by a path of this machine and no other name was given; its weights are cut
-            short or not finite.
-    """
+    """The Hub id under which an adapter's converted base is found by others; refuses weights that aren't finite."""
     shards.header(directory / WEIGHTS)
     require_finite(directory, load_file(directory / WEIGHTS))
     named = base or base_of(directory)

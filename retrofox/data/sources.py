@@ -172,13 +172,7 @@ def _mapped(data: Any, name: str) -> list[Unit]:
 
 
 def _streamed(builder: Any, name: str, split: str, start: int, stop: int) -> list[Unit]:
-    """The units of rows start .. stop of a split, fetched while they are tokenised.
-
-    Without a range of rows, `datasets` downloads a set whole, all its splits, before the first row can be read.
-
-    Args:
-        builder: what `datasets.load_dataset_builder` gives: the set's files are known, none is read.
-    """
+    """The units of rows start .. stop of a split, fetched while they are tokenised; `datasets` has read no file yet."""
     files = builder.config.data_files or {}
     if split not in files or start >= stop:
         raise ValueError(f"no rows {start} to {stop} of a split {split!r}; there are: {', '.join(files)}")

@@ -70,11 +70,7 @@ class BatchedModel(_HFLM):
 
 
 def _scored(token_ids: list[int], scored: int, max_length: int) -> Scored:
-    """The last `scored` tokens after those before them, of which `max_length` are read at most.
-
-    Raises:
-        ValueError: more tokens to score than that.
-    """
+    """The last `scored` tokens after those before them, of which `max_length` are read at most."""
     if scored > max_length:
         raise ValueError(f"a continuation of {scored} tokens does not fit into {max_length}: give more")
     text = np.asarray(token_ids[-(max_length + 1) :], np.int64)

@@ -128,11 +128,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
 
 
 def _model(run: Run, number: int) -> Any:
-    """The model that a stage starts from.
-
-    Raises:
-        ValueError: a token of the texts has no embedding.
-    """
+    """The model that a stage starts from."""
     recipe = run.recipe
     model = build_model(recipe, run.before(number), run.state.device)
     vocabulary = causal_lm(model).config.vocab_size

@@ -184,11 +184,7 @@ class FoxTrainer(Trainer):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _note_of(self, directory: Path) -> dict[str, Any]:
-        """Reads a checkpoint's note, and takes from it the history and the loss before the stage, for the report.
-
-        Raises:
-            ValueError: its weights are in a form that this run can't read.
-        """
+        """Reads a checkpoint's note, and takes from it the history and the loss before the stage, for the report."""
         note = checkpoint.note_of(directory)
         if note["sharding"] != (now := sharding_of(self.accelerator)):
             raise ValueError(

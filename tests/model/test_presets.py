@@ -12,12 +12,8 @@ from retrofox.fox_spec import PRESETS, PRO_PARTS
 from retrofox.half_lives import alibi_half_lives, initial_bias
 
 
-def test_the_old_name_of_a_preset_says_the_new_one(caplog):
+def test_checkpoints_that_name_an_earlier_preset_load():
     assert FoxSpec.from_dict({"preset": "fox-partial"}) == FoxSpec.from_dict({"preset": "fox-stretch"})
-    assert caplog.messages == ["preset fox-partial is the old name of fox-stretch"]
-    caplog.clear()
-    saved = FoxSpec.from_dict({"preset": "fox-partial", "version": "0.1.0"})  # a checkpoint's
-    assert (saved.preset, caplog.messages) == ("fox-stretch", [])
 
 
 def test_a_preset_is_its_fields_and_changes_go_before_them():
