@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,11 @@ class Digests:
     """sha256 of files, remembered by size, modification and change time, so that unchanged files are hashed once."""
 
     def __init__(self, kept: Path | None = None):
-        """Begins with those that a file holds, where there is one."""
+        """Begins with those that a file holds; where there is none, or a damaged one, files are hashed again."""
         self.known: dict[str, Any] = {}
-        if kept is not None and kept.is_file():
-            self.known = json.loads(kept.read_text(encoding="utf-8"))
+        if kept is not None:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self.known = dict(json.loads(kept.read_text(encoding="utf-8")))
 
     def of(self, path: Path) -> str:
         """The sha256 of a file, hex."""

@@ -194,3 +194,10 @@ def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards
     for _ in range(2):
         document(file, tokenizer, tmp_path / "out", split_special_tokens=split)
         assert f"a.txt: its texts spell out special tokens 3 times: read as {read}" in (capsys.readouterr().err)
+
+
+def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
+    prepared([texts[1]], tokenizer, tmp_path / "out")
+    for damage in ("{", "[]", ""):
+        (tmp_path / "out" / "digests.json").write_text(damage)
+        assert prepared([texts[1]], tokenizer, tmp_path / "out").reused == 1
