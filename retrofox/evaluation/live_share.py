@@ -127,19 +127,22 @@ def hear_gates(
     opened: LoadedModel, windows: Sequence[Window], progress: bool = True
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Runs each text through a converted model; gives (T, H) log f of its layers with gates, by layer."""
+    heard: dict[int, torch.Tensor] = {}
+
+    def listen(layer: int) -> Any:
+        return lambda _, __, log_f: heard.update({layer: log_f[0].cpu()})
+
     gates = {n: attention.forget_gate for n, (_, attention) in enumerate(attentions(opened.model))}
-    gates = {layer: gate for layer, gate in gates.items() if gate is not None}
-    for gate in gates.values():
-        gate.record = True
+    hooks = [gate.register_forward_hook(listen(n)) for n, gate in gates.items() if gate is not None]
     try:
         with reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress):
             for window in windows:
                 ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
                 inner_model(opened.model)(input_ids=ids, use_cache=False)
-                yield {layer: gate.last_log_f[0].cpu() for layer, gate in gates.items()}
+                yield dict(heard)
     finally:
-        for gate in gates.values():
-            gate.record, gate.last_log_f = False, None
+        for hook in hooks:
+            hook.remove()
 
 
 def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import retrofox
 from retrofox.config import LoraConfig
 from retrofox.conversion.merge import merge
+from retrofox.evaluation.gates import inspect
 from retrofox.support.files import new_file_mode
 from retrofox.training.lora import adapted, add_adapters, assert_gates_saved
 from retrofox.training.train import train
@@ -58,6 +59,10 @@ def test_gates_are_trained_saved_and_merged(make_recipe, pico_fox, pico_tokenize
         torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         difference = (merged(input_ids=ids).logits - start(input_ids=ids).logits).abs().max()
     assert difference > 1e-2  # something was learned, else equality proves nothing
+    (tmp_path / "text.txt").write_text("the fox forgets the gate, the gate forgets the fox " * 40)
+    found = [inspect(str(x), [str(tmp_path / "text.txt")], length=64) for x in (adapter, tmp_path / "merged")]
+    live = [[x["live_share"]["lengths"][0][part] for part in ("ops", "cache")] for x in found]
+    assert live[0] == pytest.approx(live[1], rel=1e-3)
     with pytest.raises(ValueError, match="exists"):
         merge(adapter, tmp_path / "merged")
 
