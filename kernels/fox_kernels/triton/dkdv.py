@@ -183,7 +183,7 @@ def dkdv_kernel(
         if D1 > 0:
             dv1 = tl.load(lost + columns.second[None, :], mask=(j < BLOCK)[:, None], other=0.0)
 
-    for g in range(PROBLEM.group):
+    for g in tl.range(PROBLEM.group, disable_licm=not TILE.hoist):
         h = h_kv * PROBLEM.group + g
         bh = b * H + h
         q_head, do_head = q, do

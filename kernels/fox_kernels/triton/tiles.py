@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     stages: int
     tma: int = Copies.NONE
     gates_by_tma: bool = False  # forward: TMA copies a block's gates too, and their scalars are read a block ahead
+    hoist: bool = True  # dkdv: addresses that a group's heads share are kept, at times spilled, not computed for each
 
 
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper and B200 227 KB, A100 163, others 99.
@@ -45,9 +46,9 @@ HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 
     ("dkdv", 128): Tile(32, 64, 4, 3, Copies.OWN),
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
-# Never run: chosen because, compiled, they spill nothing at head dims 64 and 128, documents packed or not
-# (tests/kernels/test_compile.py, kernels/LOG.md).
-AMPERE = {  # A100; B200, whose shared memory is larger
+# Never run: chosen for what they spill, compiled, at head dims 64 and 128, and for their loops' instructions and bytes
+# of shared memory (tests/kernels/test_compile.py, kernels/LOG.md).
+AMPERE = {  # A100
     ("forward", 64): Tile(128, 64, 8, 3),
     ("forward", 128): Tile(128, 64, 8, 2),
     ("forward", 256): Tile(64, 32, 8, 2),
@@ -56,15 +57,21 @@ AMPERE = {  # A100; B200, whose shared memory is larger
     ("dq", 128): Tile(64, 64, 8, 2),
     ("dq", 256): Tile(32, 32, 8, 1),
     ("dkdv", 64): Tile(32, 128, 8, 2),
-    ("dkdv", 96): Tile(32, 128, 8, 2),
-    ("dkdv", 128): Tile(64, 64, 8, 2),
+    ("dkdv", 96): Tile(32, 128, 8, 2, hoist=False),
+    ("dkdv", 128): Tile(128, 32, 8, 2, hoist=False),
     ("dkdv", 256): Tile(32, 32, 8, 1),
+}
+BLACKWELL = AMPERE | {  # B200, whose own products need 64 keys
+    ("dkdv", 64): Tile(32, 128, 8, 2, Copies.WALKED, hoist=False),
+    ("dkdv", 128): Tile(64, 64, 8, 2, Copies.WALKED, hoist=False),
 }
 SMALL_SHARED = AMPERE | {  # 99 KB: RTX 30, 40 and 50
     ("forward", 64): Tile(128, 64, 8, 2),
     ("forward", 128): Tile(128, 32, 8, 2),
     ("forward", 256): Tile(64, 32, 8, 1),
     ("dq", 128): Tile(64, 32, 4, 2),
+    ("dkdv", 64): Tile(64, 32, 4, 2),
+    ("dkdv", 128): Tile(64, 32, 8, 2),
 }
 # float32 products run in full precision on the ordinary units, operands and sums in registers: small tiles.
 FULL_PRECISION = {
@@ -88,11 +95,8 @@ def split_head_dim(D: int) -> tuple[int, int]:
 
 def table_for(dtype: torch.dtype, capability: tuple[int, int]) -> dict:
     """Return the table of tiles for a dtype on an architecture given by its compute capability."""
-    if dtype == torch.float32:
-        return FULL_PRECISION
-    if capability[0] == 9:
-        return HOPPER
-    return AMPERE if capability in ((8, 0), (10, 0), (10, 3)) else SMALL_SHARED
+    tables = {(8, 0): AMPERE, (9, 0): HOPPER, (10, 0): BLACKWELL, (10, 3): BLACKWELL}
+    return FULL_PRECISION if dtype == torch.float32 else tables.get(capability, SMALL_SHARED)
 
 
 def tile_for(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tile:
