@@ -35,9 +35,12 @@ CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
-LORA = ("yarn8-lora", "horizon-lora")
+LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
 NO_ROPE = ("no-rope-mixed", "no-rope", "no-rope-broad", "no-rope-self", "yarn8-taught", "drope-taught")
-PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", "no-rope", "no-rope-broad", "no-rope-self", "no-rope-mixed")
+PANELS = (
+    *("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2]),
+    *("no-rope", "no-rope-broad", "no-rope-self", "no-rope-mixed"),
+)
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
@@ -155,7 +158,7 @@ def retrofit_panel() -> str:
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
-    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, *NO_ROPE]).items():
+    for label, arm in on_file([*DEFAULT, *STEPS, *LORA, *CONTROLS, *NO_ROPE]).items():
         if measured := (arm.get("panel") or {}).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]

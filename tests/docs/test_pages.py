@@ -153,7 +153,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     faster = {row["window"]: f"{row['of_control']:.2f}" for row in trained if row["model"] == "converted"}
     pairs = ("default", "default-seed1", "yarn8-12M", "yarn8-12M-seed1")
     easy = {name: retrofit.found(arms[name], 32768) for name in pairs}
-    standard = {name: retrofit.found(arms[name], 32768, "standard") for name in ("yarn8-lora", "horizon-lora")}
+    standard = {name: retrofit.found(arms[name], 32768, "standard") for name in ("lora-12M-yarn8", "lora-12M")}
     losses = {
         name: next(f"{bucket['mean']:.2f}" for bucket in arms[name]["loss_128k"] if bucket["from"] == 4096)
         for name in ("base", "default")
@@ -198,7 +198,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"| {read_in['1 x 32768']} / {read_in['1 x 131072']} of the time | itself without a horizon |",
             f"A base of 5e6 finds {retrofit.found(arms['theta5M-12M'], 16384)} % of the needles at 16k "
             f"(gates {retrofit.found(arms['default'], 16384)} %)",
-            f"at 32k YaRN x 8 finds {standard['yarn8-lora']} %, gates {standard['horizon-lora']} %",
+            f"at 32k YaRN x 8 finds {standard['lora-12M-yarn8']} %, gates {standard['lora-12M']} %",
         ],
         "docs/kernels.md": [
             f"{short} with short gates, {opened} with open gates",
