@@ -217,7 +217,7 @@ def test_nan_in_a_gate_reaches_what_comes_after_it_and_its_gradients(horizon, D,
 
 @on_hopper
 @pytest.mark.parametrize("T", [4096, 4608])  # D = 64 is cut in two ways
-@pytest.mark.parametrize("D", [64, 80, 96, 128])
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("gate", "official"), [("open", 2.055e-3), ("short", 2.037e-3)])
 def test_error_of_o_below_the_official_kernels(gate, official, D, T):
     """Of two runs on an H100, 4096 tokens, 8 heads of 64 channels; with 128 channels it had 2.061e-3 and 2.049e-3."""
@@ -230,7 +230,7 @@ def test_error_of_o_below_the_official_kernels(gate, official, D, T):
 
 
 @on_hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (12, 1)])
 def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
     torch.manual_seed(0)

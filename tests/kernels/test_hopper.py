@@ -95,7 +95,8 @@ def compiled(kernel, named: dict, work: Path) -> tuple[dict, str]:
 USUAL = [
     ({"D": 64, "T": 4160}, 104, 384), ({"D": 64}, 0, 384), ({"D": 128}, 0, 232),
     ({"D": 64, "rounds": True}, 0, 408), ({"D": 128, "rounds": True}, 0, 256),
-    ({"D": 64, "started": 2}, 8, 464), ({"D": 128, "started": 2}, 8, 328), ({"D": 80}, 0, 256), ({"D": 96}, 0, 288),
+    ({"D": 64, "started": 2}, 8, 464), ({"D": 128, "started": 2}, 8, 328),
+    ({"D": 80}, 0, 256), ({"D": 96}, 0, 288), ({"D": 256}, 0, 112), ({"D": 256, "started": 2}, 8, 364),
 ]  # fmt: skip
 VARIANTS = [
     {"started": 1, "S": 300}, {"sink": 4}, {"residual": False}, {"started": 1, "sink": 4}, {"deterministic": False},
@@ -117,7 +118,7 @@ def test_compiles_for_hopper_within_the_recorded_spills_and_without_serialised_p
     for name, most in (("fox_forward", forward), ("fox_backward", backward)):
         if name in ran:
             found, said = compiled(*ran[name], tmp_path)
-            assert found["spilled"] <= (most if VERSION == (3, 6) else 48 + 3 * most // 2)
+            assert found["spilled"] <= (most if VERSION == (3, 6) else 64 + 3 * most // 2)
             assert found["shared"] <= 227 * 1024
             assert "serialized" not in said
 
@@ -157,7 +158,7 @@ def in_interpreter() -> str:
 
     torch.manual_seed(0)
     B, H, T, S = 2, 3, 100, 2000
-    for D, width, rows in ((128, 128, 128), (64, 64, 128), (80, 128, 128)):
+    for D, width, rows in ((128, 128, 128), (64, 64, 128), (80, 128, 128), (256, 256, 128)):
         dq = torch.randn(B * H * rows, width)
         # of each 64 rows: warps, rows 8 apart, 2 x 4 rows, halves of the columns, blocks of 8, pairs, the pair
         parts = dq.view(-1, 4, 2, 2, 4, width // 64, 8, 4, 2)
@@ -207,8 +208,8 @@ def test_only_strides_that_the_copy_engine_refuses_are_copied():
 
 @needs_gluon
 @pytest.mark.parametrize("sink", [0, 4])
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(consumers, sink, monkeypatch):
+@pytest.mark.parametrize(("consumers", "keys"), [(2, 128), (3, 128), (2, 64)])
+def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(consumers, keys, sink, monkeypatch):
     """Where padded rows see nothing, too: with a block too few, a warpgroup would wait for ever."""
     from fox_kernels.hopper import forward_producer
 
@@ -220,10 +221,10 @@ def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(c
         monkeypatch.setattr(forward_producer, "edges_of", lambda *_: 0)
         for m in range(-(-T // (64 * consumers))):
             row0, _, nb_hi, n_main, _, n_all, _ = forward_producer.key_blocks.fn(
-                m, 0, 0, 0, T, S, True, sink, 64 * consumers, 128
+                m, 0, 0, 0, T, S, True, sink, 64 * consumers, keys
             )
             for w in range(consumers):
-                skipped = nb_hi - min((row0 + w * 64 + 63 + offset) // 128 + 1, nb_hi)
+                skipped = nb_hi - min((row0 + w * 64 + 63 + offset) // keys + 1, nb_hi)
                 assert skipped <= 1, (T, S, m, w)
                 assert skipped < n_main <= n_all, (T, S, padding, m, w)
 

@@ -18,8 +18,6 @@ from twins import edges_torch
 
 pytestmark = pytest.mark.skipif(triton_version() not in RUN_WITH, reason="needs a Gluon that is known")
 
-KEYS = 128  # of a tile
-
 
 class Pointer:
     """Addresses as the kernels compute them, of a list: reading beyond its ends fails."""
@@ -40,7 +38,7 @@ class Pointer:
 
 @st.composite
 def problems(draw):
-    """T, S, queries per tile, sinks; what bounds the keys, and of which kind those bounds are."""
+    """T, S, keys and queries per tile, sinks; what bounds the keys, and of which kind those bounds are."""
     T = draw(st.integers(64, 900))
     S = T + draw(st.sampled_from((0, 0, 1, 64, 100, 128, 705)))
     padding = cuts = window = None
@@ -57,14 +55,14 @@ def problems(draw):
     if bound == "horizon" and sink == 0:  # c may rise by its rounding: a query may see more than those before it
         start = torch.tensor(draw(st.lists(st.integers(0, S), min_size=S, max_size=S))).minimum(torch.arange(S))
         kind, found = 2, torch.stack((start, torch.full_like(start, S)))[:, None]
-    return T, S, draw(st.sampled_from((64, 128))), sink, found, kind
+    return T, S, *draw(st.sampled_from(((64, 64), (128, 64), (128, 128)))), sink, found, kind
 
 
-def walks(start: list[int], T: int, S: int, queries: int) -> tuple[list[int], list[int]]:
+def walks(start: list[int], T: int, S: int, keys: int, queries: int) -> tuple[list[int], list[int]]:
     """Return what `query_ranges_kernel` finds: query tiles' first key tiles, and key tiles' last query tiles."""
-    bounds = [start[S - T + i] // KEYS for i in range(0, T, 64)]
+    bounds = [start[S - T + i] // keys for i in range(0, T, 64)]
     low = [min(bounds[i:]) for i in range(0, len(bounds), queries // 64)]
-    return low, [sum(x <= n for x in low) for n in range(-(-S // KEYS))]
+    return low, [sum(x <= n for x in low) for n in range(-(-S // keys))]
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
@@ -72,28 +70,26 @@ def walks(start: list[int], T: int, S: int, queries: int) -> tuple[list[int], li
 def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
     from fox_kernels.hopper import backward_producer, backward_writer
 
-    T, S, queries, sink, bounds, kind = problem
+    T, S, keys, queries, sink, bounds, kind = problem
     start = end = low = high = None
     if bounds is not None:
         start, end = (x.flatten().tolist() for x in bounds)
     if kind == 2:
         assert start is not None
-        low, high = map(Pointer, walks(start, T, S, queries))
+        low, high = map(Pointer, walks(start, T, S, keys, queries))
     START, END = (None if x is None else Pointer(x) for x in (start, end))
     plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
     tiles, seen = -(-T // queries), {}
+    cut = SimpleNamespace(HAS_START=kind, SINK=sink, BM=queries, KEYS=keys)
     with pytest.MonkeyPatch.context() as patch:
         for module in (backward_producer, backward_writer):
             patch.setattr(module, "gl", plain)
-            patch.setattr(module, "BN", KEYS)
         patch.setattr(backward_producer, "edges_of", lambda edges, *_: edges)
-        for n in range(-(-S // KEYS)):
-            lo, hi, _, _ = backward_producer._query_tiles.fn(
-                n, 0, 0, -(-S // KEYS), Edges(START, END, high), T, S, kind, sink, queries
-            )
+        for n in range(-(-S // keys)):
+            lo, hi, _, _ = backward_producer._query_tiles.fn(n, 0, 0, -(-S // keys), Edges(START, END, high), T, S, cut)
             for m in range(lo, hi):
                 assert m < tiles
-                turn = n - backward_writer._first.fn(m, 0, 0, tiles, START, low, T, S, kind, queries)
+                turn = n - backward_writer._first.fn(m, 0, 0, tiles, START, low, T, S, cut)
                 assert turn == seen.setdefault(m, 0)
                 seen[m] += 1
     assert len(seen) == tiles or start is not None  # else its dq would be of nobody: only bounded ones begin with zeros

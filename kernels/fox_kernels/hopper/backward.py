@@ -26,8 +26,9 @@ from .forward import (
 class Cut(NamedTuple):
     """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads in turn at a tile."""
 
+    keys: int  # per tile
     queries: int
-    stages: int
+    stages: int  # of 64 keys: of q or do
     key_slots: int
     heads: int
     generations: int  # of dS
@@ -35,7 +36,6 @@ class Cut(NamedTuple):
     copier_registers: int  # per thread of the producer and the writer
 
 
-KEYS = 128  # per tile
 SEARCHED = 8  # key tiles a program of the search for their last query tiles
 BOUND = 64  # queries per value of that search
 # 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
@@ -44,8 +44,10 @@ BOUND = 64  # queries per value of that search
 # q, do and dq no longer come from the L2 cache. Not with bounds of any kind, which make walks unequal (kernels/LOG.md)
 LONG = 1 << 17  # keys; twice as many where no more than four heads walk anyway
 LONG_HEADS = 4
-TO_128 = Cut(64, 2, 1, 8, 2, 240, 32)
-CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 80: TO_128, 96: TO_128, 128: TO_128}
+TO_128 = Cut(128, 64, 2, 1, 8, 2, 240, 32)
+CUTS = {
+    64: Cut(128, 128, 2, 2, 4, 1, 240, 24), 80: TO_128, 96: TO_128, 128: TO_128, 256: Cut(64, 64, 3, 1, 4, 2, 240, 24),
+}  # fmt: skip
 
 # With fewer key tiles a multiprocessor, a group's query heads walk apart. Walks are on average half as long as the
 # longest, through all queries of all heads of a group, which then takes more than a multiprocessor's share of the work
@@ -77,6 +79,7 @@ class BackwardCut(NamedTuple):
     SINK: int
     D: int  # columns, of which the head dim has DH: `width_of`
     DH: int
+    KEYS: int
     BM: int
     NB: int
     NKV: int
@@ -134,13 +137,13 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     width = width_of(D)
-    sink, num_n, tiles, found = options.sink, -(-S // KEYS), -(-T // cut.queries), -(-T // BOUND)
+    sink, num_n, tiles, found = options.sink, -(-S // cut.keys), -(-T // cut.queries), -(-T // BOUND)
     rows = tiles * cut.queries
     given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
     blocks = [
         blocks_of(q, cut.queries, width), blocks_of(k, 64, width), blocks_of(v, 64, width),
         blocks_of(do, cut.queries, width),
-        Blocks(q, [B * H * rows, width], [width, 1], [64, width // 2 if cut.queries == 64 else width]),
+        Blocks(q, [B * H * rows, width], [width, 1], [64, 64]),
         blocks_of(k, 64, width, True), blocks_of(v, 64, width, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
@@ -149,15 +152,15 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0
     first = begins_at_the_first_key(q, k, started > 0)
     constants = BackwardCut(
-        HAS_START=started, SINK=sink, D=width, DH=D, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots, HEADS=heads,
-        DETERMINISTIC=deterministic, REGISTERS=cut.registers, COPIER_REGISTERS=cut.copier_registers,
+        HAS_START=started, SINK=sink, D=width, DH=D, KEYS=cut.keys, BM=cut.queries, NB=cut.stages, NKV=cut.key_slots,
+        HEADS=heads, DETERMINISTIC=deterministic, REGISTERS=cut.registers, COPIER_REGISTERS=cut.copier_registers,
         GENERATIONS=cut.generations, BIAS_BY_MMA=bias_by_mma,
         PER_ROUND=processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started > 0
     steps = rows // 64 * B * H
-    ranges = {"SIZE": 1 << (found - 1).bit_length(), "PER": cut.queries // BOUND, "BOUND": BOUND, "BN": KEYS}
+    ranges = {"SIZE": 1 << (found - 1).bit_length(), "PER": cut.queries // BOUND, "BOUND": BOUND, "BN": cut.keys}
     return BackwardPlan(
         Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges | {"PART": SEARCHED}),
         Launch(prepare_kernel, steps, {"D": D, "WIDTH": width, "BM": 64, "ZERO": zero}),
@@ -182,7 +185,7 @@ def launch_backward(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, _, sink, _, horizon = options
     o, lse2, c_hi, c_lo, residual = saved
-    if Hkv < H <= APART * Hkv and B * Hkv * -(-S // KEYS) < WALKS * processors(q.device):
+    if Hkv < H <= APART * Hkv and B * Hkv * -(-S // CUTS[D].keys) < WALKS * processors(q.device):
         k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
         dq, dk, dv, dc = launch_backward(do, dlse2, q, k, v, saved, options, documents, deterministic=deterministic)
         return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv)), dc

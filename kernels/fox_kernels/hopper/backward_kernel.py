@@ -3,10 +3,10 @@
 A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
 that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
 through shared memory and each computes half of dq over all 128 keys; with 64 queries a step later, so that neither
-waits for the other, who is half a step behind. A writer partition adds it to a float32 dq by TMA: in key order behind a
-ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same dS, in float32,
-sinks left out of the rows'. The column sums of several heads go into a column each of one tile. BIAS_BY_MMA: gates, lse
-and delta enter as 16 more columns of the operands.
+waits for the other, who is half a step behind. At head dim 256 they share a tile of 64 keys (`backward_wide`). A writer
+partition adds dq to a float32 one by TMA: in key order behind a ticket per query tile (deterministic), or as it comes.
+The gate needs row and column sums of the same dS, in float32, sinks left out of the rows'. The column sums of several
+heads go into a column each of one tile. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
@@ -19,9 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .backward_consumer import DELTA_ONLY, consumer
+from .backward_consumer import consumer
 from .backward_producer import producer
 from .backward_shared import DQ_EMPTY, DQ_FULL, HEAD_DONE, HEAD_EMPTY, HEAD_FULL, INFO, KV_EMPTY, KV_FULL, Q_FULL
+from .backward_walk import DELTA_ONLY
 from .backward_writer import writer
 
 
@@ -53,19 +54,20 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, c, 
     BM: gl.constexpr = CUT.BM
     NB: gl.constexpr = CUT.NB
     NKV: gl.constexpr = CUT.NKV
+    HALVES: gl.constexpr = CUT.KEYS // 64
     HEADS: gl.constexpr = CUT.HEADS
     GENERATIONS: gl.constexpr = CUT.GENERATIONS
     BIAS_BY_MMA: gl.constexpr = CUT.BIAS_BY_MMA
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
-    kv_s = gl.allocate_shared_memory(dtype, [NKV * 4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
-    qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
-    ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
+    kv_s = gl.allocate_shared_memory(dtype, [NKV * 2 * HALVES, 1, 64, 1, D], k_desc.layout)  # k of 64 keys each, v
+    qdo_s = gl.allocate_shared_memory(dtype, [HALVES * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
+    ds_s = gl.allocate_shared_memory(dtype, [HALVES * GENERATIONS, 64, BM], SQUARE)  # each half's, one or two steps'
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
-    sum_s = gl.allocate_shared_memory(gl.float32, [4 * GENERATIONS, 4 * BM], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [2 * HALVES * GENERATIONS, 4 * BM], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
     live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)

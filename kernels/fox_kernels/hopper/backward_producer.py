@@ -6,7 +6,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.blocks import LOG2E
 from .backward_shared import (
-    BN,
     HEAD_EMPTY,
     HEAD_FULL,
     I_HEADS,
@@ -41,8 +40,12 @@ def _begin_together(index, num_tiles, COPIED, PER_ROUND: gl.constexpr):
 
 
 @gluon.jit
-def _query_tiles(n, b, bh, num_n, edges, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr):
+def _query_tiles(n, b, bh, num_n, edges, T, S, CUT: gl.constexpr):
     """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
+    HAS_START: gl.constexpr = CUT.HAS_START
+    SINK: gl.constexpr = CUT.SINK
+    BM: gl.constexpr = CUT.BM
+    BN: gl.constexpr = CUT.KEYS
     n0 = n * BN
     n_last = gl.minimum(n0 + BN, S) - 1
     shift = S - T
@@ -104,6 +107,8 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
     HAS_START: gl.constexpr = CUT.HAS_START
     SINK: gl.constexpr = CUT.SINK
     BM: gl.constexpr = CUT.BM
+    BN: gl.constexpr = CUT.KEYS
+    HALVES: gl.constexpr = BN // 64
     NB: gl.constexpr = CUT.NB
     NKV: gl.constexpr = CUT.NKV
     HEADS: gl.constexpr = CUT.HEADS
@@ -122,11 +127,11 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
         n_last = gl.minimum(n * BN + BN, S) - 1
         kv = tiles % NKV
         mbarrier.wait(bars.index(KV_EMPTY + kv), ((tiles // NKV) & 1) ^ 1)
-        mbarrier.expect(bars.index(KV_FULL + kv), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-        for w in gl.static_range(2):
+        mbarrier.expect(bars.index(KV_FULL + kv), HALVES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for w in gl.static_range(HALVES):
             full = bars.index(KV_FULL + kv)
             tma_load(k_desc, [b, n * BN + w * 64, hk, 0], full, smem.kv.index(kv * 4 + w))
-            tma_load(v_desc, [b, n * BN + w * 64, hk, 0], full, smem.kv.index(kv * 4 + 2 + w))
+            tma_load(v_desc, [b, n * BN + w * 64, hk, 0], full, smem.kv.index(kv * 4 + HALVES + w))
         for g0 in range(0, KV_GROUP, HEADS):
             # what the consumers need to know of these heads: the walk, and each key's decay from the tile's last key
             heads = gl.minimum(KV_GROUP - g0, HEADS)
@@ -140,7 +145,7 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
             clean_hi = 0 * n + T + BM
             for g in range(heads):
                 bh = bh0 + g
-                lo, hi, clean_lo, clean = _query_tiles(n, b, bh, num_n, edges, T, S, HAS_START, SINK, BM)
+                lo, hi, clean_lo, clean = _query_tiles(n, b, bh, num_n, edges, T, S, CUT)
                 clean_hi = gl.minimum(clean_hi, clean)
                 top = gl.maximum(top, hi)
                 steps += hi - lo
@@ -148,7 +153,7 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
                 c_lo = c.lo + bh.to(gl.int64) * S
                 ref_hi = gl.load(c_hi + n_last)
                 ref_lo = gl.load(c_lo + n_last)
-                for w in gl.static_range(2):
+                for w in gl.static_range(HALVES):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
                     key_hi = gl.load(c_hi + keys, mask=keys < S, other=0.0)
                     key_lo = gl.load(c_lo + keys, mask=keys < S, other=0.0)
@@ -160,7 +165,7 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
                         _store_parts(smem.kb.index(slot * 2 + w), high / (sm_scale * LOG2E), high, 64, False)
                 smem.info.index(slot * INFO + I_HEADS + g).store(one * hi)
             if SINK > 0:
-                for w in gl.static_range(2):
+                for w in gl.static_range(HALVES):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
                     sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
                     if HAS_START:
@@ -186,6 +191,13 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
                     if HAS_START == 2 and HEADS > 1:
                         visited = m < gl.max(smem.info.index(slot * INFO + I_HEADS + g).load(VEC), 0)
                     if visited:
+                        if HALVES == 1:  # do has a slot of its own, before q's
+                            full = bars.index(Q_FULL + it % NB)
+                            mbarrier.wait(bars.index(Q_FULL + NB + it % NB), ((it // NB) & 1) ^ 1)
+                            mbarrier.expect(full, do_desc.block_type.nbytes)
+                            tma_load(do_desc, [b, m * BM, hk * KV_GROUP + g0 + g, 0], full, smem.qdo.index(it % NB))
+                            mbarrier.arrive(full, count=1)
+                            it += 1
                         s = it % NB
                         c_hi = c.hi + bh.to(gl.int64) * S
                         c_lo = c.lo + bh.to(gl.int64) * S
@@ -200,10 +212,11 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
                             start = gl.load(starts + S - T + rows, mask=inside, other=S)
                         full = bars.index(Q_FULL + s)
                         mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
-                        mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+                        mbarrier.expect(full, q_desc.block_type.nbytes * HALVES)
                         h = hk * KV_GROUP + g0 + g
                         tma_load(q_desc, [b, m * BM, h, 0], full, smem.qdo.index(s))
-                        tma_load(do_desc, [b, m * BM, h, 0], full, smem.qdo.index(NB + s))
+                        if HALVES == 2:  # as large as q
+                            tma_load(do_desc, [b, m * BM, h, 0], full, smem.qdo.index(NB + s))
                         high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
                         empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
                         high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))

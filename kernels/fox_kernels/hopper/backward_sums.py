@@ -14,6 +14,9 @@ def _halves(lanes: int) -> gl.constexpr:
     )
 
 
+COLUMNS = gl.constexpr(  # layout of a column for each of 8 heads
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
+)
 HALVES_16, HALVES_8, HALVES_4 = _halves(16), _halves(8), _halves(4)
 
 
@@ -33,9 +36,17 @@ def pairs_of_keys(x, BM: gl.constexpr):
 
 
 @gluon.jit
-def sums_over_queries(x, BM: gl.constexpr):
-    """(64, BM) to (64, 4): each thread's sums over the queries that it has, still to be added over 4 threads."""
-    return gl.sum(gl.sum(x.reshape([64, BM // 8, 4, 2]), 3), 1)
+def sums_over_queries(x, head, BM: gl.constexpr, HEADS: gl.constexpr):
+    """(64, BM) to (64, 4): each thread's sums over the queries that it has, still to be added over 4 threads.
+
+    Of several heads to (64, 8): whole sums, in the head's column.
+    """
+    if HEADS == 1:
+        return gl.sum(gl.sum(x.reshape([64, BM // 8, 4, 2]), 3), 1)
+    else:
+        sums = gl.convert_layout(gl.sum(x, 1), gl.SliceLayout(1, COLUMNS))
+        own = gl.arange(0, 8, layout=gl.SliceLayout(0, COLUMNS))[None, :] == head
+        return gl.where(own, sums[:, None], 0.0)
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .backward_shared import (
-    BN,
     DQ_EMPTY,
     DQ_FULL,
     HEAD_DONE,
@@ -25,12 +24,12 @@ from .gluon_names import thread_barrier, tma_reduce_add, tma_store
 
 
 @gluon.jit
-def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, BM: gl.constexpr):
+def _first(m, b, bh, num_m, START, TILE_LO, T, S, CUT: gl.constexpr):
     """The first key tile that adds to query tile m; it never falls from one m to the next."""
-    if HAS_START == 2:
+    if CUT.HAS_START == 2:
         return gl.load(TILE_LO + bh * num_m + m)
-    elif HAS_START:
-        return gl.load(START + b * S + S - T + m * BM) // BN
+    elif CUT.HAS_START:
+        return gl.load(START + b * S + S - T + m * CUT.BM) // CUT.KEYS
     else:
         return 0 * m
 
@@ -41,6 +40,9 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
     HAS_START: gl.constexpr = CUT.HAS_START
     SINK: gl.constexpr = CUT.SINK
     BM: gl.constexpr = CUT.BM
+    BN: gl.constexpr = CUT.KEYS
+    HALVES: gl.constexpr = BN // 64
+    PAIRS: gl.constexpr = 3 - HALVES  # of blocks of dq's columns
     NKV: gl.constexpr = CUT.NKV
     HEADS: gl.constexpr = CUT.HEADS
     DETERMINISTIC: gl.constexpr = CUT.DETERMINISTIC
@@ -75,9 +77,9 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
                 for g in range(heads):
                     if EACH:
                         whole = whole & (scalar(smem.info.index(slot * INFO + I_HEADS + g)) == hi)
-                    whole = whole & (_first(last, b, bh0 + g, num_m, edges.start, tile_lo, T, S, HAS_START, BM) == 0)
+                    whole = whole & (_first(last, b, bh0 + g, num_m, edges.start, tile_lo, T, S, CUT) == 0)
             if DETERMINISTIC and not (EACH or whole):
-                turn = n - _first(last, b, bh0, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
+                turn = n - _first(last, b, bh0, num_m, edges.start, tile_lo, T, S, CUT)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
                 for g in range(heads):
@@ -94,26 +96,32 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
                         later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                             if EACH and not whole:
-                                turn = n - _first(m, b, bh, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
+                                turn = n - _first(m, b, bh, num_m, edges.start, tile_lo, T, S, CUT)
                                 now = -1 + 0 * n
                             while now < turn:
                                 now = acquire(ticket)
                             if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
-                                later = n - _first(ahead, b, after, num_m, edges.start, tile_lo, T, S, HAS_START, BM)
-                        mbarrier.wait(bars.index(DQ_FULL), it & 1)
+                                later = n - _first(ahead, b, after, num_m, edges.start, tile_lo, T, S, CUT)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
-                        if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
-                            for w in gl.static_range(2):
-                                tma_store(dq_desc, [rows + w * down, w * across], smem.dq.index(w))
-                        else:
-                            for w in gl.static_range(2):
-                                tma_reduce_add(dq_desc, [rows + w * down, w * across], smem.dq.index(w))
+                        for pair in gl.static_range(PAIRS):
+                            if pair > 0:
+                                tma.store_wait(0)
+                                mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
+                                it += 1
+                            mbarrier.wait(bars.index(DQ_FULL), it & 1)
+                            left = pair * 2 * across
+                            if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
+                                for w in gl.static_range(2):
+                                    tma_store(dq_desc, [rows + w * down, left + w * across], smem.dq.index(w))
+                            else:
+                                for w in gl.static_range(2):
+                                    tma_reduce_add(dq_desc, [rows + w * down, left + w * across], smem.dq.index(w))
                         # while those run, and before the release: row sums are added in turn, too
                         # all queries', of each half of the keys
                         sums = gl.zeros([BM], gl.float32, layout=VEC)
-                        for part in gl.static_range(8):  # of 16 keys
-                            place = smem.sum.index(step % (smem.sum.shape[0] // 2) * 2 + part // 4)
+                        for part in gl.static_range(4 * HALVES):  # of 16 keys
+                            place = smem.sum.index(step % (smem.sum.shape[0] // HALVES) * HALVES + part // 4)
                             sums += place.slice(part % 4 * BM, BM).load(VEC)
                         gl.atomic_add(sums_of.row_sum + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
                         tma.store_wait(0)
@@ -130,21 +138,21 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
                             gl.atomic_add(ticket, 1, sem="release", scope="gpu")
                         it += 1
                         step += 1
-            # column sums of these heads, where their decays were
+            # column sums of these heads, where their decays were or, of 64 keys, behind them
             mbarrier.wait(bars.index(HEAD_DONE + slot), (chunk >> 1) & 1)
             for g in range(heads):
-                for w in gl.static_range(2):
+                for w in gl.static_range(HALVES):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
-                    column = smem.key.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
+                    column = smem.key.index(((slot * HEADS + g) * 2 + w + 2 - HALVES) * 2).load(VEC)
                     if SINK > 0:
                         column = gl.where(smem.live.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
                     gl.store(sums_of.dc + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
             mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
             chunk += 1
         kv = tiles % NKV
-        for w in gl.static_range(2):
+        for w in gl.static_range(HALVES):
             tma_store(dk_desc, [b, n * BN + w * 64, hk, 0], smem.kv.index(kv * 4 + w))
-            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], smem.kv.index(kv * 4 + 2 + w))
+            tma_store(dv_desc, [b, n * BN + w * 64, hk, 0], smem.kv.index(kv * 4 + HALVES + w))
         tma.store_wait(0)
         mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
         tiles += 1

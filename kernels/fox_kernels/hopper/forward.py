@@ -33,6 +33,7 @@ SHAPES = {
     80: Shape(64, 16, 2, 128, 2, 240),
     96: Shape(64, 32, 2, 128, 2, 240),
     128: Shape(128, 0, 2, 128, 2, 240),
+    256: Shape(256, 0, 2, 64, 2, 240),
 }
 # up to 4096 keys two consumers waste less at the diagonal: 319 against 284 TFLOP/s, 8 x 2048, D = 64 (kernels/LOG.md);
 # with documents, padding or a window at any length: 1.8 times as fast for documents of 2048, 1.3 for 8192

@@ -196,7 +196,8 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
             mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
             pr = gl.convert_layout(p.to(dtype), P_L)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-        mbarrier.arrive(bars.q_empty.index(q_slot), count=1)
+        if D < 256:  # else o takes q's place first
+            mbarrier.arrive(bars.q_empty.index(q_slot), count=1)
 
         # the last weights times V; the next tile meanwhile
         s = it % NB
@@ -227,7 +228,7 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
         if DX:
             tma_store(ox_desc, [b, row0 + w * 64, h, D], smem.ox.index(w))
         if r_desc is not None:
-            if D == 128:  # the residual's buffer is o's
+            if D >= 128:  # the residual's buffer is o's
                 tma.store_wait(0)
             smem.r.index(w).reshape([64, D]).store(lost(acc, dtype))
             if DX:
@@ -236,6 +237,9 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
             tma_store(r_desc, [b, row0 + w * 64, h, 0], smem.r.index(w))
             if DX:
                 tma_store(rx_desc, [b, row0 + w * 64, h, D], smem.rx.index(w))
+        if D == 256:
+            tma.store_wait(0)
+            mbarrier.arrive(bars.q_empty.index(q_slot), count=1)
 
         b = b_next
         h = h_next

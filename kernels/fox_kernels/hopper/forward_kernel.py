@@ -70,7 +70,9 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QB: gl.constexpr = 2 if D == 64 and DX == 0 else 1  # slots of q
     q_s = gl.allocate_shared_memory(q_desc.dtype, [QB * NC, 1, 64, 1, D], q_desc.layout)
-    o_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
+    o_s = q_s  # with 256 columns there is no room for a buffer of its own
+    if D < 256:
+        o_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
     r_s = None
     if r_desc is not None:
         r_s = o_s  # with 128 columns there is no room for a buffer of its own
