@@ -28,7 +28,7 @@ class Cut(NamedTuple):
 
     keys: int  # per tile
     queries: int
-    stages: int  # of 64 keys: of q or do
+    stages: int  # slots of q, as many of do; with 64 keys a tile, of either
     key_slots: int
     heads: int
     generations: int  # of dS

@@ -18,7 +18,7 @@ def consumer(w: gl.constexpr, smem, bars, lost, shift, chunks, num_n, num_bh, gr
     HEADS: gl.constexpr = CUT.HEADS
     GENERATIONS: gl.constexpr = CUT.GENERATIONS
     HALVES: gl.constexpr = CUT.KEYS // 64
-    HALF: gl.constexpr = w % HALVES  # of the keys; of 64, the first warpgroup has dv, the second dk and the sums
+    HALF: gl.constexpr = w % HALVES  # of the tile's keys; of 64 keys, w = 0 has dv, w = 1 dk and the sums
     HAS_DV: gl.constexpr = HALVES == 2 or w == 0
     HAS_DK: gl.constexpr = HALVES == 2 or w == 1
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
