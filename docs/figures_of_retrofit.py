@@ -36,11 +36,8 @@ RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
-NO_ROPE = ("no-rope-mixed", "no-rope", "no-rope-broad", "no-rope-self", "yarn8-taught", "drope-taught")
-PANELS = (
-    *("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2]),
-    *("no-rope", "no-rope-broad", "no-rope-self", "no-rope-mixed"),
-)
+NO_ROPE = ("no-rope-40M", "yarn8-40M", "no-rope-38M", "no-rope-mixed", "no-rope", "yarn8-taught", "drope-taught")
+PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2], "no-rope", "no-rope-mixed", "no-rope-40M")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
@@ -48,7 +45,7 @@ OF_THE_README = (
     ("YaRN x 8, trained as the default", "yarn8-12M"),
     ("stretched RoPE without gates, likewise", "no-gates-12M"),
     ("**gates and stretched RoPE** (default)", "default"),
-    ("gates, RoPE removed", "no-rope-mixed"),
+    ("gates, RoPE removed", "no-rope-40M"),
 )
 """Rows of the README's table: a label and an arm, whose seeds share the row."""
 UNTRAINED = {
@@ -139,7 +136,7 @@ def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, "no-rope-mixed", "yarn8-taught", "drope-taught"]).items():
+    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, "no-rope-40M", "yarn8-taught", "drope-taught"]).items():
         if buckets := arm.get("loss_128k"):
             by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
             rows.append([label, *(by_start[start] for start in starts)])

@@ -95,7 +95,7 @@ def test_a_step_of_two_micro_batches(converted):
     assert planned("smollm2", stage, converted=converted) == pytest.approx(found["peak_memory_gb"], rel=0.1)
 
 
-ARMS = {"lora-12M": "lora", "no-gates": "control", "no-rope-mixed": "no-rope"}
+ARMS = {"lora-12M": "lora", "no-gates": "control", "no-rope-40M": "no-rope"}
 ARMS |= {"stretch": "stretch", "yarn8-8M": "yarn8"}
 
 
