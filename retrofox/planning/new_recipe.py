@@ -64,8 +64,10 @@ def new_recipe(
     check_source(model, config)
     trained = trained_length(config)
     plain = shape_of(config, None)
-    open_heads = max(1, round(OPEN_SHARE * plain.layers * plain.kv_heads))
+    heads = plain.layers * plain.kv_heads
+    open_heads = max(1, round(OPEN_SHARE * heads))
     values = _values(model, length, trained, open_heads, gpus)
+    values["stages"][0]["budget"] = {"share": max(0.2, round(2 * open_heads / heads, 2)), "length": 32768}
     shape = shape_of(config, validate(values).fox)
     room = on._replace(memory=MARGIN * on.memory)
     fitting = next(_fitting_recipes(values, shape, room, gpus, adapters), None)
