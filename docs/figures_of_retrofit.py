@@ -217,17 +217,13 @@ def retrofit_untrained() -> str:
 
 
 def cache_methods() -> str:
-    """What is left of a cache, by method: needles and loss at 32k, from benchmarks/cache-methods.json."""
-    rows = [
-        [
-            row["model"],
-            row["method"],
-            f"{100 * row['kept']:.0f}",
-            str(row["prompts"]),
-            f"{100 * row['found']:.0f}",
-            f"{row['loss']:.3f}",
-        ]
-        for row in read("cache-methods.json")["rows"]
-        if row["length"] == 32768 and row["model"] != "base" and row["prompts"] > 1
-    ]
-    return table(["model", "method", "cache left, %", "prompts", "easy needles found, %", "loss"], rows, left=2)
+    """What is left of a cache, by method: needles and loss at 32k, and both with a cache in 8 bits."""
+    rows = []
+    for row, rounded in zip(read("cache-methods.json")["rows"], read("cache-methods-fp8.json")["rows"], strict=True):
+        measured = [[f"{100 * one['found']:.0f}", f"{one['loss']:.3f}"] for one in (row, rounded)]
+        if row["method"] == "horizon":  # its cache was not rounded
+            measured[1] = ["-", "-"]
+        kept = [f"{100 * row['kept']:.0f}", str(row["prompts"])]
+        rows.append([row["model"], row["method"], *kept, *measured[0], *measured[1]])
+    measures = ["cache left, %", "prompts", "easy needles found, %", "loss", "found in 8 bits, %", "loss in 8 bits"]
+    return table(["model", "method", *measures], rows, left=2)
