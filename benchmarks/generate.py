@@ -181,8 +181,8 @@ def fill(cache: Any, model: Any, batch: int, context: int, gates: dict[int, torc
     A cache that forgets frees after each part what it would free after reading it.
     """
     config, converted = model.config, model.config.model_type.startswith("fox_")
-    kv, heads = config.num_key_value_heads, config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv = config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     part = (part_tokens(model, batch) or context) if isinstance(cache, ForgettingCache) else context
     generator = torch.Generator(model.device).manual_seed(0)
     made = {"generator": generator, "device": model.device, "dtype": model.dtype}
@@ -195,7 +195,6 @@ def fill(cache: Any, model: Any, batch: int, context: int, gates: dict[int, torc
                 cache.update(k, v, index)
                 continue
             log_f = gates[index][:, begin:end]
-            log_f = log_f.repeat_interleave(heads // log_f.shape[-1], -1)
             GateCache(cache, log_f.expand(batch, -1, -1).contiguous()).update(k, v, index)
             if isinstance(cache, ForgettingCache):
                 options = {"horizon": attention.horizon, "sink": attention.sink_tokens, "window": None}

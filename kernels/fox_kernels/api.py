@@ -129,8 +129,8 @@ def decode_attention(
 
     q           (B, T, H, D), T * H / Hkv <= 64; k (B, S, Hkv, D), v (B, S, Hkv, DV), any strides; options, DV and its
                 cost as in `forgetting_attention`
-    c_hi, c_lo  (B, H, S) float32, c as the sum of two floats; of any strides, the last 1: slices of longer buffers to
-                which a cache appends, so that nothing is summed again
+    c_hi, c_lo  (B, H, S) float32, or (B, Hkv, S) where the query heads of a kv head share a gate: c as the sum of two
+                floats; of any strides, the last 1: slices of longer buffers, so that nothing is summed again
 
     Returns o (B, T, H, DV) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, under
     torch.compile, and where a gradient is asked for: there is none.

@@ -150,13 +150,14 @@ def check_cache(q: Tensor, k: Tensor, v: Tensor, c_hi: Tensor, c_lo: Tensor, opt
     """`check` for `decode_attention`."""
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
-    wanted = (q.shape[0], q.shape[2], k.shape[1])
-    if c_hi.shape != wanted or c_lo.shape != wanted:
-        raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
+    wanted = [(q.shape[0], heads, k.shape[1]) for heads in (q.shape[2], k.shape[2])]
+    if c_hi.shape != c_lo.shape or c_hi.shape not in wanted:
+        raise ValueError(f"c_hi and c_lo must be (B, H or Hkv, S), {wanted}, got {(*c_hi.shape,)}, {(*c_lo.shape,)}")
     kinds = [(x.dtype, x.device, x.stride()) for x in (c_hi, c_lo)]
     if kinds[0] != kinds[1] or c_hi.dtype != torch.float32 or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
         raise ValueError(f"c_hi and c_lo must be float32 on one device with the same strides, the last 1; got {kinds}")
-    return check(q, k, v, c_hi.transpose(1, 2), options, Documents(seq_start=seq_start))
+    per_query = c_hi[:, :1].expand(-1, q.shape[2], -1)
+    return check(q, k, v, per_query.transpose(1, 2), options, Documents(seq_start=seq_start))
 
 
 def check_backward() -> None:

@@ -37,7 +37,7 @@ class ForgettingLayer(DynamicLayer):
         first: (B,) the first visible position of each row, None without padding; set when something is forgotten.
     """
 
-    incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
+    incoming: Any = None  # (log f (B, T, gates), [projections (B, T, Hkv, D) the next call needs]) of the running call
     options: Any = None  # of the latest call
     order: Tensor  # `pairs` in one
     inverse: Tensor

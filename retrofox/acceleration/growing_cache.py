@@ -29,20 +29,20 @@ class GrowingLayer(DynamicLayer):
 
     Attributes:
         keys, values: (B, Hkv, S, width), views of the first S tokens of what is allocated.
-        sums: (B, 2 H, S, 1) float32, likewise: c per query head as two floats, all rounded ones, then their residuals.
+        sums: (B, 2 * gates, S, 1) float32, likewise: c per gate as two floats, all rounded ones, then their residuals.
 
     Raises:
         ValueError: keys arrive without gates, `keys` was replaced from outside, or the first layer holds other tokens.
     """
 
     length: Any = None  # of a `static_cache.StaticLayer`
-    incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
+    incoming: Any = None  # (log f (B, T, gates), [projections (B, T, Hkv, D) the next call needs]) of the running call
     reserve = 0  # tokens to have room for from the first on
     leader: Any = None  # the cache's first layer, of the others
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._forget()
+        self.reset()
 
     @classmethod
     def holding(cls, buffers: list[torch.Tensor], tokens: int) -> GrowingLayer:
@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):
         layer._show(tokens)
         return layer
 
-    def _forget(self) -> None:
+    def reset(self) -> None:
         self.is_initialized = False
         self.keys: Any = None
         self.values: Any = None
@@ -77,7 +77,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys[..., :head_dim], self.values
 
     def _taken_in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(log f (B, T, H), keys with what they carry (B, Hkv, T, width), channels of a key)."""
+        """(log f (B, T, gates), keys with what they carry (B, Hkv, T, width), channels of a key)."""
         incoming, self.incoming = self.incoming, None
         if incoming is None:
             raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
@@ -112,7 +112,7 @@ class GrowingLayer(DynamicLayer):
             )
 
     def _continued(self, log_f: torch.Tensor) -> torch.Tensor:
-        """The sums of new gates (B, T, H), as (B, 2 H, T, 1)."""
+        """The sums of new gates (B, T, gates), as (B, 2 * gates, T, 1)."""
         c = summed(log_f.detach())
         if self._length:
             high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)
@@ -167,11 +167,8 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._each(lambda x: x[indices, ...].contiguous())
 
-    def reset(self) -> None:
-        self._forget()
-
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """c as two floats (rounded, residual), each (B, H, S) float32."""
+        """c as two floats (rounded, residual), each (B, gates, S) float32."""
         if torch.is_grad_enabled() and self.newest_log_f.requires_grad:
             c = summed(self.log_f())
             return c, torch.zeros_like(c)
@@ -179,7 +176,7 @@ class GrowingLayer(DynamicLayer):
         return high, low
 
     def log_f(self) -> torch.Tensor:
-        """(B, S, H) float32 of all keys, with the gradients of those of the last `update`."""
+        """(B, S, gates) float32 of all keys, with the gradients of those of the last `update`."""
         new = self.newest_log_f
         old = self._length - new.shape[1]
         if not old:

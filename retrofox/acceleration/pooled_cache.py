@@ -136,7 +136,7 @@ class PooledLayer(GrowingLayer):
     def _write(self, buffers: Any, _: Any, keys: Tensor, values: Tensor, log_f: Tensor, offset: Any) -> None:
         newest = self._newest()
         high, low = buffers[2][0, ..., 0].index_select(1, newest).double().chunk(2)
-        sums = torch.cat(two_floats(summed(log_f.view(len(newest), 1, -1))[..., 0].T + (high + low)))
+        sums = torch.cat(two_floats(summed(log_f.reshape(len(newest), 1, -1))[..., 0].T + (high + low)))
         for buffer, x in zip(buffers, (keys, values, sums), strict=True):
             buffer.index_copy_(2, newest + 1, x.reshape(*buffer.shape[:2], -1, buffer.shape[3]))
 

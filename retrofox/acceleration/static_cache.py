@@ -152,10 +152,6 @@ class FixedLayer(GrowingLayer):
         """(1, 1) int64: place of the running step's token in its row, padding included."""
         return self.length.position
 
-    def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
-        high, low = self.sums[..., 0].chunk(2, 1)
-        return high, low
-
     def previous(self, count: int, head_dim: int) -> list[torch.Tensor]:
         newest = self._buffers[0].index_select(2, self.length.on_device.long() - 1)[:, :, 0, -count * head_dim :]
         return list(newest.split(head_dim, -1))

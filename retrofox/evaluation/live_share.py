@@ -26,7 +26,7 @@ from retrofox.planning.live_share import HORIZON, LENGTHS
 from retrofox.support.report import reading_bar
 
 C_BYTES = 8
-"""Bytes of c that a cache keeps per token and query head: two float32."""
+"""Bytes of c that a cache keeps per token and gate: two float32."""
 BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory, by its data sheet: decoding is predicted from it, not measured."""
 
@@ -159,7 +159,7 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> d
         kv_heads, channels = cached_heads(attention)
         entry = channels * itemsize
         base += seen * kv_heads * entry
-        c_bytes = C_BYTES * model.config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
+        c_bytes = C_BYTES * len(attention.forget_gate.bias) / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
     weights = _weight_bytes(model)
     gates = []

@@ -30,6 +30,11 @@ def summed(log_f: Tensor) -> Tensor:
     return torch.cumsum(log_f.transpose(1, 2).clamp_min(LOG_F_MIN), -1, dtype=torch.float64) * LOG2_E
 
 
+def of_heads(gates: Tensor, heads: int, dim: int) -> Tensor:
+    """Gates with a place for each query head along `dim`, where those of a kv head may share one."""
+    return gates if gates.shape[dim] == heads else gates.repeat_interleave(heads // gates.shape[dim], dim)
+
+
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, c: tuple[Tensor, Tensor], mask: Tensor | None, *,
     scale: float | None = None, sink: int = 0, softcap: float | None = None, horizon: float | None = None,
@@ -41,7 +46,7 @@ def masked_attention(
 
     Args:
         query: (B, H, T, D); key: (B, Hkv, S, D); value: (B, Hkv, S, DV).
-        c: (B, H, S) in base 2 as two floats.
+        c: (B, H, S) in base 2 as two floats, or (B, Hkv, S): the query heads of a kv head share a gate.
         mask: (B or 1, 1, T, S), bool or additive. A query's own key is the last it sees, sinks are the first. None: one
             query that sees all keys.
         horizon: nats; keys that have decayed by as much are masked, but sinks.
@@ -70,12 +75,13 @@ def masked_attention(
         rows, bias = (x.reshape(key.shape[0], key.shape[1], -1, x.shape[-1]) for x in (query, bias))
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).flatten(1, 2)[:, :, None]
     elif softcap is None:
+        bias = of_heads(bias, query.shape[1], 1)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     else:
         groups = query.shape[1] // key.shape[1]
         scores = (query @ key.repeat_interleave(groups, 1).transpose(-1, -2)).float()
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-        weights = torch.softmax(softcap * torch.tanh(scores / softcap) + bias, -1)
+        weights = torch.softmax(softcap * torch.tanh(scores / softcap) + of_heads(bias, query.shape[1], 1), -1)
         out = weights.to(value.dtype) @ value.repeat_interleave(groups, 1)
     if mask is not None:
         out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
@@ -128,9 +134,7 @@ def forgetting_attention(
     return torch.cat(outputs, 1) if outputs else q[..., : v.shape[-1]]
 
 
-def visible_keys(
-    queries: Tensor, num_keys: int, start: Tensor | None, window: int | None, sink: int = 0
-) -> Tensor:  # fmt: skip
+def visible_keys(queries: Tensor, num_keys: int, start: Tensor | None, window: int | None, sink: int = 0) -> Tensor:
     """(B or 1, 1, T, S) bool: causal, in the window or a sink, from `start` (B, T or 1) on; queries: (T,) positions."""
     keys = torch.arange(num_keys, device=queries.device)
     first = 0 if start is None else start[:, None, :, None]

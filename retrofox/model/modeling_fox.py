@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention_torch import forgetting_attention, masked_attention, summed, two_floats, visible_keys
+from .attention_torch import forgetting_attention, masked_attention, of_heads, summed, two_floats, visible_keys
 from .configuration_fox import SUPPORTED, FoxFields
 
 Tensor = torch.Tensor
@@ -378,9 +378,9 @@ class RotaryFade(nn.Module):
 class GatedLayer:
     """A transformers cache layer with the gates of its keys in a twin, a layer of the same class.
 
-    What happens to the keys (windows, beams, crops, offloading) happens to the twin, whose keys are log f (B, 1, S, H)
-    and whose values are the projections that key and value shift need of a token's predecessor, (B, 1, S, width).
-    `incoming` holds both for the tokens of the running call.
+    What happens to the keys (windows, beams, crops, offloading) happens to the twin, whose keys are log f
+    (B, 1, S, gates), and whose values are the projections that key and value shift need of a token's predecessor,
+    (B, 1, S, width). `incoming` holds both for the tokens of the running call.
     """
 
     twin: Any
@@ -405,11 +405,11 @@ class GatedLayer:
         return shown
 
     def log_f(self) -> Tensor:
-        """(B, S, H) float32 of the keys that `update` returned."""
+        """(B, S, gates) float32 of the keys that `update` returned."""
         return self.gates
 
     def cumulative(self) -> tuple[Tensor, Tensor]:
-        """c (B, H, S) in base 2, as two floats."""
+        """c (B, gates, S) in base 2, as two floats."""
         return two_floats(summed(self.gates))
 
     def previous(self, count: int, head_dim: int) -> list[Tensor] | None:
@@ -485,24 +485,25 @@ class GateCache:
         self.carried: list[Tensor] = []
         self.layer: Any = None
         self.expand: Any = None
+        self.shared = 1  # query heads to a gate; the cache keeps a gate once
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
     @property
     def log_f(self) -> Tensor:
-        """(B, S, H) float32 for all keys that `update` returned."""
+        """(B, S, H or gates) float32 for all keys that `update` returned."""
         return self.new_log_f if self.layer is None else self.layer.log_f()
 
     def cumulative(self) -> tuple[Tensor, Tensor]:
-        """log2(e) times the running sum of log_f, (B, H, S) as two floats (rounded, residual)."""
+        """log2(e) times the running sum of log_f, (B, H or gates, S) as two floats (rounded, residual)."""
         return two_floats(summed(self.new_log_f)) if self.layer is None else self.layer.cumulative()
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if self._cache is None:
             return keys, values
         self.layer = gated_layer(self._cache, layer_idx)
-        self.layer.incoming = self.new_log_f, self.carried
+        self.layer.incoming = self.new_log_f if self.shared == 1 else self.new_log_f[..., :: self.shared], self.carried
         # Under autocast the rotary's float32 widens keys, which the attention takes in the values' dtype.
         return self._cache.update(keys.to(values.dtype), values, layer_idx, *args, **kwargs)
 
@@ -550,12 +551,6 @@ def fox_mask(
     seen = mask.cumsum(1)
     gap = ~mask & (seen > 0) & (seen < seen[:, -1:])
     return full() if bool(gap.any()) else mask
-
-
-def first_visible(mask: Tensor) -> Tensor:
-    """(B,) int32: index of the first True of each row, the row's length where there is none."""
-    first = mask.view(torch.uint8).argmax(1)
-    return torch.where(mask.any(1), first, mask.shape[1]).to(torch.int32)
 
 
 class Call(NamedTuple):
@@ -613,7 +608,7 @@ def by_operator(call: Call) -> Tensor:
     """The operator `forgetting_attention`."""
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     batch, length = k.shape[:2]
-    log_f = call.gates.log_f[:, :length]
+    log_f = of_heads(call.gates.log_f[:, :length], q.shape[2], -1)
     if call.cu_seqlens is None:
         return forgetting_attention(q, k, v, log_f, seq_start=call.seq_start, **call.options)
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
@@ -704,6 +699,7 @@ class FoxMixin(nn.Module):
         if hidden_tokens is not None:
             log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
         gates = GateCache(cache, log_f, hidden_states, kwargs.get("position_ids"))
+        gates.shared = self.heads_per_gate
         stand_in: Any = self
         if self.mode != "original":
             if cos_sin is not None and self.rotary_fade is not None:
@@ -726,9 +722,7 @@ class FoxMixin(nn.Module):
         may hide the newest token, whose logits matter. The rest is as in `Call`.
         """
         if dropout:
-            raise ValueError(
-                f"Forgetting Attention has no attention dropout: set attention_dropout to 0, got {dropout}"
-            )
+            raise ValueError(f"Forgetting Attention has no dropout: set attention_dropout to 0, got {dropout}")
         # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
         query, key = query.to(value.dtype), key.to(value.dtype)
         gates.expand = getattr(self, "expand_kv", None)
@@ -749,7 +743,9 @@ class FoxMixin(nn.Module):
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
             mask = attention_mask
         elif attention_mask is not None and attention_mask.dim() == 2:
-            length, seq_start = min(key.shape[2], attention_mask.shape[1]), first_visible(attention_mask)
+            first = attention_mask.view(torch.uint8).argmax(1)  # the row's length where there is no True
+            seq_start = torch.where(attention_mask.any(1), first, attention_mask.shape[1]).to(torch.int32)
+            length = min(key.shape[2], attention_mask.shape[1])
             key, value = key[:, :, :length], value[:, :, :length]
             if trailing:
                 seen = visible_keys(torch.tensor([length - 1], device=key.device), length, None, sliding_window)
@@ -774,7 +770,7 @@ class FoxMixin(nn.Module):
             return hidden_states.new_zeros((*hidden_states.shape[:-1], self.num_fox_heads), dtype=torch.float32)
         log_f = self.forget_gate(hidden_states)
         log_f = log_f.roll(log_f.shape[-1] // 2, dims=-1) if self.mode == "shuffled" else log_f
-        return log_f if self.heads_per_gate == 1 else log_f.repeat_interleave(self.heads_per_gate, -1)
+        return of_heads(log_f, self.num_fox_heads, -1)
 
 
 def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -95,7 +95,7 @@ def test_the_whole_model_in_bfloat16(stir, monkeypatch, length):
 
 
 @pytest.mark.parametrize("length", [300, 1500])  # 300: nothing is forgotten before the first step
-@pytest.mark.parametrize("spec", ["horizon and sinks", "sinks, horizon, log n"])
+@pytest.mark.parametrize("spec", ["horizon and sinks", "sinks, horizon, log n", "gates of kv heads"])
 def test_a_cache_that_forgets(stir, monkeypatch, spec, length):
     """The full cache's tokens, over pages that are freed and pools that grow, which are captured anew."""
     for name in ("MOST", "ROOM", "SPARE"):

@@ -52,6 +52,7 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
         "spread": draw.choice([1.0, 1.0, 6.0]),
         "options": options,
         "narrower": draw.choice([0, 0, 3]),
+        "shared": draw.choice([False, True]),  # a gate for the query heads of a kv head
     }
 
 
@@ -69,10 +70,11 @@ def failure(problem: dict, device: str = "cpu") -> str | None:
         for n, heads, size in ((T, H, problem["spread"]), (S, H // group, 1), (S, H // group, 1))
     )
     v = v[..., : D - problem["narrower"]]
-    log_f = gates(problem["gate"], B, S, H, device=device)
+    shared = group if problem["shared"] else 1
+    log_f = gates(problem["gate"], B, S, H // shared, device=device).repeat_interleave(shared, -1)
     exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), **options)
     eager = reference.forgetting_attention(q, k, v, log_f, **options)
-    k, v, hi, lo = kept(q, k, v, log_f, room=37)
+    k, v, hi, lo = kept(q, k, v, log_f[..., ::shared], room=37)
     o = decode_attention(q, k, v, hi, lo, **options)
     room = -S % 64 + 64 * random.Random(S).randint(0, 7)
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, room), value=float("nan")) for x in (k, v))
@@ -171,6 +173,7 @@ def check_append_step(device: str) -> None:
         B, T, D = draw.choice([1, 3]), draw.choice([1, 1, 4]), draw.choice([2, 24, 64, 80, 256])
         Hkv, group = draw.choice([1, 3]), draw.choice([1, 2, 8])
         H, gates = Hkv * group, draw.choice([Hkv, Hkv * group])
+        kept = draw.choice([gates, H])
         K, VW, P = draw.choice([32, 576, 1500, 4096]), draw.choice([D, D, 16]), draw.choice([0, 1, D // 2, D // 2])
         dtype = draw.choice(dtypes)
         x, q, k, v = (torch.randn(B, T, w, device=device).to(dtype) for w in (K, H * D, Hkv * D, Hkv * VW))
@@ -178,7 +181,7 @@ def check_append_step(device: str) -> None:
         bounds = draw.choice([None, torch.rand(gates, device=device)])
         cos, sin = torch.randn(2, draw.choice([1, B]), T, P + 3, device=device).to(draw.choice(dtypes))[..., :P]
         rooms = [torch.randn(B, Hkv, 70, w, device=device).to(dtype) for w in (D, VW)]
-        rooms.append(torch.randn(B, 2 * H, 70, 1, device=device))
+        rooms.append(torch.randn(B, 2 * kept, 70, 1, device=device))
         length = torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device)
         wanted = [y.clone() for y in rooms]
         assert append.appends_step(rooms, x, weight, bias)
@@ -191,7 +194,7 @@ def check_append_step(device: str) -> None:
             heads[:2] = rotary(*heads[:2], cos, sin)
         log_f = elementwise.gate_rows(x, weight, bias)
         log_f = log_f if bounds is None else log_f - bounds
-        append.append(wanted, length, *heads[1:], log_f.repeat_interleave(H // gates, -1))
+        append.append(wanted, length, *heads[1:], log_f.repeat_interleave(kept // gates, -1))
         assert torch.equal(ours, heads[0].transpose(1, 2).flatten(2))
         assert all(map(torch.equal, rooms, wanted)), n
         assert all(map(torch.equal, alike, shared(wanted, Hkv))), n

@@ -53,7 +53,7 @@ def append_a_token(width: int, length: int | torch.Tensor = 5) -> None:
 
 @torch.no_grad()
 def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int, offset: torch.Tensor | None = None) -> None:
-    rooms = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 2 * 9, 64, 1)]
+    rooms = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 18 // heads_per_gate, 64, 1)]
     weight, angles = torch.empty(9 // heads_per_gate, K), torch.empty(2, 2, 1, pairs, dtype=torch.bfloat16)
     x, q, k = (torch.empty(2, 1, width, dtype=torch.bfloat16) for width in (K, 9 * D, 3 * D))
     length = torch.zeros(1, dtype=torch.int32)

@@ -22,6 +22,7 @@ from tests.model.conftest import ids_of, mask_of
 from tests.model.test_families import ROWS
 
 SPEC: dict[str, Any] = {"half_life": (1.0, 12.0), "horizon": 8.0}
+OTHERS = [{"horizon": None}, {"sink_tokens": 4}, {"rope": "drop", "log_n": 64}, {"pro": "all"}, {"gate_heads": "kv"}]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 FULL = {"cache_implementation": "dynamic"}
 pytestmark = pytest.mark.usefixtures("small_pages")
@@ -68,11 +69,7 @@ def test_every_familys_logits_are_the_full_caches_over_10000_tokens(pico_fox, mo
     assert cache.num_live < 0.15 * sum(len(layer) * layer.seen for layer in layers)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [{"horizon": None}, {"sink_tokens": 4}, {"rope": "drop", "log_n": 64}, {"pro": "all"}, {"gate_heads": "kv"}],
-    ids=str,
-)
+@pytest.mark.parametrize("spec", OTHERS, ids=str)
 def test_other_retrofits_forget_alike(pico_fox, spec):
     compared(pico_fox(**SPEC | spec))
 

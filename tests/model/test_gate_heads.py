@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import DynamicCache, StaticCache
 
 import retrofox
 from retrofox import FoxSpec
@@ -15,6 +16,7 @@ from retrofox.config import Budget, ExtendStage
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.training.budget import GatePressure
+from tests.model.conftest import decode
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 2, 4, 2, 32
 
@@ -35,9 +37,15 @@ def repeated(pico_fox, shared) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["fox", "open", "original"])
-def test_a_text_is_read_alike(shared, repeated, tokens, mode):
-    with torch.no_grad(), attention_mode(shared, mode), attention_mode(repeated, mode):
-        torch.testing.assert_close(shared(tokens).logits, repeated(tokens).logits, atol=1e-5, rtol=1e-5)
+def test_a_text_is_read_alike_and_caches_keep_a_shared_gate_once(shared, repeated, tokens, mode):
+    found = []
+    for model, gates in ((shared, KV_HEADS), (repeated, HEADS)):
+        caches: list[Any] = [DynamicCache(), StaticCache(config=model.config, max_cache_len=tokens.shape[1])]
+        with attention_mode(model, mode):
+            found.append([decode(model, tokens, cache) for cache in caches])
+        grown, static = (cache.layers[0] for cache in caches)
+        assert grown.sums.shape[1] // 2 == static.twin.keys.shape[-1] == gates
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, tokens):

@@ -58,20 +58,22 @@ class Gate(NamedTuple):
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
     k, v, log_f, keys, values, sums, length_ptr, offset, turned, gate, bounds, strides, length, room, T, H, floor,
-    GROUP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, SHARE: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    heads, h_kv = H // GROUP, h // GROUP
+    heads, h_kv, gates, own = H // GROUP, h // GROUP, H // SHARE, h // SHARE
     if length_ptr is not None:
         length = tl.load(length_ptr)
     offs_k, offs_v, pair = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, KP // 2)
     k += b * strides.k[0] + h_kv * strides.k[1]
     v += b * strides.v[0] + h_kv * strides.v[1]
-    place, hi_place, lo_place = (b * heads + h_kv) * room, (b * 2 * H + h) * room, (b * 2 * H + H + h) * room
+    place, hi_place = (b * heads + h_kv) * room, (b * 2 * gates + own) * room
+    lo_place = (b * 2 * gates + gates + own) * room
     if offset is not None:
         place = tl.load(offset + b * heads + h_kv).to(tl.int64)
-        hi_place = (h % GROUP).to(tl.int64) * room + place
-        lo_place = (GROUP + h % GROUP).to(tl.int64) * room + place
+        hi_place = (own % (GROUP // SHARE)).to(tl.int64) * room + place
+        lo_place = (GROUP // SHARE + own % (GROUP // SHARE)).to(tl.int64) * room + place
     keys += (place + length) * KW
     values += (place + length) * VW
     hi = sums + hi_place + length
@@ -81,7 +83,7 @@ def append_kernel(
     for t in range(T):
         row = b * T + t
         if gate is None:
-            new = tl.load(log_f + b * strides.log_f[0] + t * strides.log_f[1] + h * strides.log_f[2])
+            new = tl.load(log_f + b * strides.log_f[0] + t * strides.log_f[1] + own * strides.log_f[2])
         else:
             which = h // gate.heads
             new = log_sigmoid(logit(gate.x + row * gate.K, gate.weight + which.to(tl.int64) * gate.K, gate.K, BLOCK)
@@ -121,12 +123,12 @@ def append(
 ) -> None:  # fmt: skip
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
-    k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
-    values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head, rounded, and its rounding error. length:
-    an int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
-    offset (B * Hkv,) int32 on the device: all share rooms (1, 1, room, KW), (1, 1, room, VW), (1, 2 H / Hkv, room, 1),
-    where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j.
-    What code saved beside a checkpoint may give behind these (a bound on the keys' norms) is of no use any more.
+    k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, gates) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
+    values (B, Hkv, room, VW), sums (B, 2 gates, room, 1) float32: c of every gate, rounded, and its rounding error.
+    length: an int, or (1,) int32 that the kernel reads on the device: so a captured graph appends at any length. offset
+    (B * Hkv,) int32 on the device: all share rooms (1, 1, room, KW), (1, 1, room, VW), (1, 2 gates / Hkv, room, 1),
+    where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j. What code saved beside a checkpoint
+    may give behind these (a bound on the keys' norms) is of no use any more.
     """
     _launch(rooms, length, k, v, log_f, offset, log_f.shape[-1])
 
@@ -136,14 +138,15 @@ def _launch(
 ) -> None:
     (B, Hkv, T, KW), VW = k.shape, v.shape[-1]
     keys, values, sums = rooms
+    gates = sums.shape[1] // 2 * (1 if offset is None else Hkv)
     length, at = (0, length) if isinstance(length, Tensor) else (length, None)
     strides = AppendStrides(k.stride()[:3], v.stride()[:3], None if log_f is None else log_f.stride())
     with torch.cuda.device_of(k):
         launch(
             append_kernel, (B * H,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
             offset=offset, turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, room=keys.shape[2],
-            T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, KW=KW, KP=power_of_2(KW), VW=VW, VP=power_of_2(VW),
-            BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
+            T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, SHARE=H // gates, KW=KW, KP=power_of_2(KW), VW=VW,
+            VP=power_of_2(VW), BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from .search import advance
 
 
 class CacheStrides(NamedTuple):
-    """Of q and of what is cached, c as (B, S, H)."""
+    """Of q and of what is cached, c as (B, GROUP, Hkv, S): "token" is 0 where the query heads of a group share c."""
 
     q: Strides
     k: Strides
@@ -134,7 +134,7 @@ def split_kernel(
     if D1 > 0:
         q1 = tl.load(q_rows[:, None] + offs_d1[None, :], mask=real[:, None], other=0.0)
         acc1 = tl.zeros([ROWS, D1], tl.float32)
-    c_rows = b * strides.c.batch + h * strides.c.head
+    c_rows = b * strides.c.batch + h_kv * strides.c.head + rows % GROUP * strides.c.token
     if offset is not None:
         at = tl.multiple_of(tl.load(offset + b).to(tl.int64), 64)
         c_rows += at

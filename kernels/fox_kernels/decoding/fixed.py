@@ -37,7 +37,7 @@ def decode_at(
     """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
 
     q           (B, T, H, D), the new tokens, which are in the rooms already
-    k, v        (B, S, Hkv, D), views of the rooms, v perhaps narrower; c_hi, c_lo (B, H, S) float32, last stride 1
+    k, v        (B, S, Hkv, D), views of the rooms, v perhaps narrower; c_hi, c_lo as in `decode_attention`
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
     first       (B * Hkv,) int32 on the device, for a horizon: a key before which none is seen. A text begins with
                 zeros; each call moves it on, for calls at this length or later ones. None: each call searches anew

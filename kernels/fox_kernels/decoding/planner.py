@@ -124,13 +124,14 @@ class Decoder:
             splits = most = min(blocks, self.splits)
             grid = (splits, pairs, 1)
         q, k, v = self.readable(q), self.readable(k), self.readable(v)
-        c, c_strides = Gates(c_hi, c_lo), Strides(c_hi.stride(0), 1, c_hi.stride(1))
+        c, (batch, head, _), group = Gates(c_hi, c_lo), c_hi.stride(), self.problem.group
+        c_strides = Strides(batch, head, head * group) if c_hi.shape[1] == H else Strides(batch, 0, head)
         o = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
         rows = grid[0] * grid[1] * self.rows
         part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
         begin = torch.empty(pairs + 1, dtype=torch.int32, device=self.device) if shares else None
-        group, horizon2, group_rows = self.problem.group, self.horizon2, power_of_2(self.problem.group)
+        horizon2, group_rows = self.horizon2, power_of_2(group)
         goes_on = near and first is not None
         if not near:
             first = None
@@ -140,7 +141,7 @@ class Decoder:
                 search_kernel, (pairs, 1, 1), c=c, first=first, length=length, strides=c_strides, T=T, S=S, H=H,
                 horizon2=horizon2, GROUP=group, ROWS=group_rows, STEPS=search_steps(S),
             )  # fmt: skip
-        whole = all(x % 16 == 0 for x in (*c_strides[::2], c_hi.data_ptr(), c_lo.data_ptr()))
+        whole = all(x % 16 == 0 for x in (*c_strides, c_hi.data_ptr(), c_lo.data_ptr()))
         tile = self.tile._replace(pairs=power_of_2(pairs) if shares else 0, aligned=4 if whole else 1)
         parts = Parts(part, part_lse, begin)
         launch(
@@ -165,7 +166,7 @@ def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `strides.unit_last` says so, at D = 80 and 96
-    `strides.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
+    `strides.aligned`; c_hi, c_lo (B, H or Hkv, S) float32, any strides with unit last: a longer buffer can be sliced.
     Raises ValueError when the group's rows do not fit a tile, nor the pairs of sequences and kv heads a grid.
     """
     B, T, H, _ = q.shape

@@ -14,9 +14,8 @@ SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 @triton.jit
 def rows_of(kv, H, c, strides, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The rows of c of a kv head's query heads; the last of ROWS may repeat."""
-    heads = H // GROUP
-    head = kv % heads * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)
-    at = kv // heads * strides.batch + head * strides.head
+    heads, query = H // GROUP, tl.minimum(tl.arange(0, ROWS), GROUP - 1)
+    at = kv // heads * strides.batch + kv % heads * strides.head + query * strides.token
     if offset is not None:
         at += tl.load(offset + kv // heads)
     return Gates(c.hi + at, c.lo + at)
