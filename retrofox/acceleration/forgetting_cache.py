@@ -178,7 +178,7 @@ class ForgettingLayer(DynamicLayer):
         starts = starts.clamp_max(begin - 1)
         held = (sink + self.seen - starts).tolist()
         self.next_check = self.seen + PAGE
-        if sum(len(x) * held[x[0]] for x in partition(held)) > self.num_live * 15 // 16:
+        if sum(len(x) * held[x[0]] for x in partition(held)) > self.num_live - PAGE:
             return  # too little to move all the rest for
         self.hold(self.segments(starts, begun), starts, call.seq_start, horizon, begin)
 

@@ -60,6 +60,14 @@ def test_logits_are_the_full_caches_over_540_tokens(pico_fox, sizes):
     assert cache.num_live < 0.2 * 2 * 3 * 2 * 540
 
 
+def test_a_key_stays_two_pages_longer_than_it_is_seen(pico_fox):
+    """A half-life of 60 tokens and a horizon of 8 nats let 693 keys be seen."""
+    cache = compared(pico_fox(rope="keep", gate="fixed", half_life=(60.0, 60.0), horizon=8.0), (700, 1), 880, rows=1)
+    layers: list[Any] = cache.layers
+    held = [group._buffers[0].shape[2] for layer in layers for group in layer.groups]
+    assert max(held) <= 693 + 1 + 3 * forgetting_cache.PAGE  # and the sink, and room for a page to come
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_every_familys_logits_are_the_full_caches_over_10000_tokens(pico_fox, monkeypatch, name):
     monkeypatch.setattr(forgetting_cache, "PAGE", 256)
