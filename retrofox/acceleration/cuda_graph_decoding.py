@@ -38,12 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 def forgets(model: Any) -> bool:
-    """Whether `generate` should make a ForgettingCache: the model has a horizon, and runs where no step is captured.
+    """Whether `generate` should make a ForgettingCache: the model has a horizon, and decodes as fast with it."""
+    if (getattr(model.config, "fox", None) or {}).get("horizon") is None:
+        return False
+    return model.device.type not in DEVICES or not _has_latents(model)
 
-    A captured step, too, reads live keys alone, from a full cache: it is as fast and frees nothing.
-    """
-    fox = getattr(model.config, "fox", None) or {}
-    return fox.get("horizon") is not None and model.device.type not in DEVICES
+
+def _has_latents(model: Any) -> bool:
+    """Whether keys are expanded from a latent (MLA): the captured step does that over a full cache alone."""
+    return any(hasattr(layer.self_attn, "expand_kv") for layer in model.get_decoder().layers)
 
 
 def reason_against(
@@ -83,7 +86,7 @@ def reason_against(
     if isinstance(cache, ForgettingCache):
         if any(layer.whole for layer in cache.layers):  # type: ignore[attr-defined]
             return "the cache keeps what a mask with holes left of a text"
-        if any(hasattr(layer.self_attn, "expand_kv") for layer in model.get_decoder().layers):
+        if _has_latents(model):
             return "a cache that forgets expands a latent's keys in transformers' loop alone"
         shortest = input_ids.shape[1] if mask is None else int(mask.sum(1).min())
         if shortest <= (model.config.fox["sink_tokens"] or 0):

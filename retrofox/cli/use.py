@@ -29,7 +29,7 @@ def generate(
         typer.Option(
             metavar="KIND",
             help="full keeps all keys; forgetting frees those beyond the model's horizon; auto is forgetting where the "
-            "model has a horizon and runs on a CPU.",
+            "model has a horizon.",
         ),
     ] = "auto",
     stream: Annotated[

@@ -14,8 +14,8 @@ from retrofox.acceleration.forgetting_cache import ForgettingCache
 def new_cache(model: Any, kind: str = "auto") -> Any:
     """An empty cache for a model, of one of the `sampling.CACHES`.
 
-    "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter for a
-    model with a horizon that is on no GPU, where decoding reads live keys alone anyhow.
+    "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter
+    for a model with a horizon (`forgets` has the exception).
 
     Raises:
         ValueError: "forgetting" for a model without a horizon.

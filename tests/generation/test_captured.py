@@ -21,6 +21,7 @@ from tests.model.conftest import ids_of
 STEP = "the step of a captured graph, uncaptured on a CPU"
 WINDOW: dict[str, Any] = {"family": "mistral", "config": {"sliding_window": 9}, "rope": "keep"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+FULL = OPTIONS | {"cache_implementation": "dynamic"}  # all keys; others: tests/model/test_captured_forgetting.py
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rope kept": {"rope": "keep"},
@@ -44,7 +45,7 @@ def fixed_on_cpu(monkeypatch):
 
 def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """(from the fixed cache, from the growing one) for the same call."""
-    options = OPTIONS | options
+    options = FULL | options
     torch.manual_seed(3)
     ours = model.generate(ids, **copy.copy(options))
     assert model.decoded_by == STEP
@@ -70,7 +71,7 @@ def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu,
         seen.append(self.logits.clone())
 
     fixed_on_cpu.setattr(captured.Decoding, "_run", noted)
-    out = model.generate(ids, attention_mask=mask, position_ids=position_ids, **OPTIONS)
+    out = model.generate(ids, attention_mask=mask, position_ids=position_ids, **FULL)
     mask = torch.nn.functional.pad(mask, (0, 24), value=1)
     with torch.no_grad():
         whole = model(out, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=False).logits

@@ -103,8 +103,9 @@ def test_generation_is_the_same_with_every_cache(model, tokens, beams, path, mon
         assert torch.equal(model.generate(tokens, cache_implementation=kind, num_beams=beams, **GREEDY), plain)
     assert torch.equal(model.generate(tokens, num_beams=beams, **GREEDY), plain)
     monkeypatch.setattr(cuda_graph_decoding, "DEVICES", ("cpu",))
-    assert torch.equal(model.generate(tokens, num_beams=beams, **GREEDY), plain)
-    assert beams > 1 or "captured" in model.decoded_by
+    for kind in (None, "dynamic"):
+        assert torch.equal(model.generate(tokens, cache_implementation=kind, num_beams=beams, **GREEDY), plain)
+        assert beams > 1 or "captured" in model.decoded_by
 
 
 def test_drafted_tokens_change_nothing(model, pico_llama, tokens):
