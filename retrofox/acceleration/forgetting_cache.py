@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition, slots_of
 
+BEHIND = 2  # layers: what one has found is freed while the GPU computes the next ones, so that neither waits
 PAGE = 256
 """Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
 MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
@@ -49,6 +50,7 @@ class ForgettingLayer(DynamicLayer):
     def reset(self) -> None:
         self.is_initialized, self.seen, self.whole = False, 0, False
         self._groups, self.bases = [GrowingLayer()], [0]
+        self._found: Any = None  # by `forget`, to be freed by `settle`
         self._segments: Any = None  # what is held in place of groups since the last `hold`
         self.pairs: Any = None
         self.starts: Tensor | None = None
@@ -62,12 +64,14 @@ class ForgettingLayer(DynamicLayer):
     @property
     def num_live(self) -> int:
         """Keys held, of all rows and kv heads, padding included."""
+        self.settle()
         if self._segments is not None:
             return int(self._segments[2].sum())
         return sum(x.keys.shape[:3].numel() for x in self.groups if x.keys is not None)
 
     @property
     def groups(self) -> list[GrowingLayer]:
+        self.settle()
         if self._segments is not None:
             (buffers, begin, _), sink = self._segments, self.options["sink"]
             held = sink + self.seen - self.starts
@@ -160,38 +164,53 @@ class ForgettingLayer(DynamicLayer):
         return gates
 
     def forget(self, call: Any) -> None:
-        """Frees keys that this call's options hide from the newest PAGE tokens and from all later ones.
+        """Finds keys that this call's options hide from the newest PAGE tokens and from all later ones, for `settle`.
 
         Checks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
         self.options = call.options
-        horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
+        horizon, window = call.options["horizon"], call.options["window"]
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
-        begin, begun = self.seen - PAGE, self.begun(call.seq_start)
-        if max(begun.tolist()) >= begin:  # a row whose sinks are still to come
+        begun = self.begun(call.seq_start)
+        starts = begun if horizon is None else self._faded(self.seen - PAGE, horizon)
+        found = [x.to("cpu", non_blocking=True) for x in (begun, starts)]
+        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        self._found = *found, call.seq_start, ready
+        self.next_check = self.seen + PAGE
+
+    def settle(self) -> None:
+        """Frees what `forget` has found, as soon as that is known on the host."""
+        if self._found is None:
             return
-        starts = begun if horizon is None else torch.maximum(begun, self._faded(begin, horizon))
+        (begun, starts, first, ready), self._found = self._found, None
+        if ready is not None:
+            ready.synchronize()
+        horizon, sink, window = (self.options[x] for x in ("horizon", "sink", "window"))
+        begin = self.seen - PAGE
+        if int(begun.max()) >= begin:  # a row whose sinks are still to come
+            return
+        starts = torch.maximum(begun, starts)
         if window is not None:
             starts = starts.clamp_min(begin - window + 1)
         starts = starts.clamp_max(begin - 1)
         held = (sink + self.seen - starts).tolist()
-        self.next_check = self.seen + PAGE
         if sum(len(x) * held[x[0]] for x in partition(held)) > self.num_live - PAGE:
             return  # too little to move all the rest for
-        self.hold(self.segments(starts, begun), starts, call.seq_start, horizon, begin)
+        self.hold(self.segments(starts, begun), starts, first, horizon, begin)
 
     def begun(self, seq_start: Tensor | None) -> Tensor:
-        """`starts`; what they are while nothing is forgotten, for rows that begin at `seq_start` (B,)."""
+        """`starts`; while nothing is forgotten what they are for rows that begin at `seq_start` (B,), on its device."""
+        self.settle()
         if self.starts is not None:
             return self.starts
         if seq_start is None:
             return torch.full((len(self),), self.options["sink"])
-        return (seq_start.cpu().long() + self.options["sink"]).repeat_interleave(self.kv_heads)
+        return (seq_start.long() + self.options["sink"]).repeat_interleave(self.kv_heads)
 
     def _faded(self, begin: int, horizon: float) -> Tensor:
-        """(B * Hkv,) int64 on the host: the first position that some query head of a kv head sees from `begin` on."""
+        """(B * Hkv,) int64: the first position that some query head of a kv head sees from `begin` on."""
         found = []
         for group, base in zip(self.groups, self.bases, strict=True):
             c = group.sums[..., 0].unflatten(1, (2, group.keys.shape[1], -1))  # (n, 2, Hkv, G, S)
@@ -199,7 +218,7 @@ class ForgettingLayer(DynamicLayer):
             fall = (c[..., at : at + 1] - c).sum(1)
             gone = (fall <= -horizon * LOG2_E - MARGIN).all(2).sum(-1)  # c falls: the first keys
             found.append(gone.flatten() - base)
-        return self._joined(found).cpu()
+        return self._joined(found)
 
     def segments(self, starts: Tensor, begun: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """The sinks of each kv head and its keys from `starts` on, where it holds those from `begun` on.
@@ -252,6 +271,7 @@ class ForgettingLayer(DynamicLayer):
 
     def left_by(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would leave; raises as it does."""
+        self.settle()
         left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(self.seen, tokens_to_remove)
         if 0 < left < self.begin:
             raise ValueError(
@@ -303,6 +323,11 @@ class ForgettingCache(DynamicCache):
         super().__init__()
         self.layer_class_to_replicate = ForgettingLayer
 
+    def settle(self) -> None:
+        """Frees what is known to be hidden for good: the last layers do so when they are next read."""
+        for layer in self.layers:
+            layer.settle()  # type: ignore[attr-defined]
+
     @property
     def num_live(self) -> int:
         """Keys held, of all layers, rows and kv heads."""
@@ -324,6 +349,8 @@ class ForgettingCache(DynamicCache):
         if layer_idx >= len(layers) or layers[layer_idx].incoming is None:
             raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
         layer = layers[layer_idx]
+        for each in (layer, *layers[max(0, layer_idx - BEHIND) : max(0, layer_idx + 1 - BEHIND)]):
+            each.settle()
         held = layers[0].get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
         if not layer.begin <= held <= layer.seen:
             raise ValueError(INTERRUPTED)

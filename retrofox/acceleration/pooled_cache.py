@@ -52,7 +52,7 @@ class PooledLayer(GrowingLayer):
         self.sink: int = self.options["sink"]
         self.fits = 0
         self.dtype, self.device, self.is_initialized = source.dtype, source.device, True
-        begun = source.begun(seq_start)
+        begun = source.begun(seq_start).cpu()
         self.crops_to, self.padding = source.begin, source.first
         if source.starts is None:
             self.crops_to, self.padding = int(begun.max()), seq_start

@@ -29,6 +29,8 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
 def cache_bytes(cache: Any) -> int:
     """Bytes that the tensors of a cache keep allocated."""
     found: dict[int, int] = {}
+    if isinstance(cache, ForgettingCache):
+        cache.settle()
 
     def look(held: Any) -> None:
         if isinstance(held, torch.Tensor):

@@ -97,12 +97,26 @@ def test_bfloat16_loses_no_more_than_with_the_full_cache(pico_fox):
     assert forgetting < 1.05 * full
 
 
+@torch.no_grad()
+def test_a_layer_frees_its_keys_while_the_second_next_runs(pico_fox):
+    model, ids, cache = pico_fox(**SPEC, config={"num_hidden_layers": 4}), ids_of(1, 800), ForgettingCache()
+    model(ids, **{CACHE: cache})
+    layers: list[Any] = cache.layers
+    assert [layer.starts is None for layer in layers] == [False, False, True, True]
+    with pytest.raises(ValueError, match="has forgotten keys"):
+        layers[3].crop(-300)
+    assert layers[2].starts is None and layers[3].starts is not None
+    cache.settle()
+    assert layers[2].starts is not None
+
+
 def test_sinks_stay(pico_fox):
     """The first keys of a row in a full cache are the first of each of its kv heads' rows."""
     model, ids, mask = pico_fox(**SPEC, sink_tokens=4), ids_of(3, 400), mask_of(3, 400)
     found, wanted = ForgettingCache(), DynamicCache(config=model.config)
     for cache in (found, wanted):
         logits(model, ids, mask, cache, (400,))
+    found.settle()
     layer: Any = found.layers[0]
     assert layer.starts is not None
     for group, pairs in zip(layer.groups, layer.pairs, strict=True):
