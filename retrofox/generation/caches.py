@@ -39,7 +39,7 @@ def cache_bytes(cache: Any) -> int:
             for each in held:
                 look(each)
         elif hasattr(held, "is_initialized"):  # a layer, or one in a layer
-            look(list(vars(held).values()))
+            look([x for x in vars(held).values() if x is not cache.layers])
 
     look(cache.layers)
     return sum(found.values())

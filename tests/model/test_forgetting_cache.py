@@ -234,8 +234,10 @@ def test_generate_says_what_each_cache_takes(pico_fox, pico_tokenizer):
     assert len({str(x["token_ids"]) for x in results.values()}) == 1
     taken = {kind: x["cache_bytes"] for kind, x in results.items()}
     assert taken["auto"] == taken["forgetting"] < 0.5 * taken["full"]
+    windows = pico_fox(family="mistral", config={"sliding_window": 7})
+    assert 0 < generate(windows, [prompt], 4, tokenizer=pico_tokenizer, stream=False)["cache_bytes"] < taken["full"]
     with pytest.raises(ValueError, match="needs a model with a horizon"):
-        generate(pico_fox(), ["a"], tokenizer=pico_tokenizer, cache="forgetting")
+        generate(windows, ["a"], tokenizer=pico_tokenizer, cache="forgetting")
 
 
 @pytest.mark.parametrize("crop", [-15, 85], ids=["by 15", "to 85"])
