@@ -352,7 +352,8 @@ class ForgettingCache(DynamicCache):
         for each in (layer, *layers[max(0, layer_idx - BEHIND) : max(0, layer_idx + 1 - BEHIND)]):
             each.settle()
         held = layers[0].get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
-        if not layer.begin <= held <= layer.seen:
+        shifts = bool(layer.incoming[1])  # from what it took for the newest token
+        if not layer.begin <= held <= layer.seen or (shifts and held < layer.seen):
             raise ValueError(INTERRUPTED)
         layer.seen = held
         return layer.update(key_states, value_states, *args, **kwargs)
