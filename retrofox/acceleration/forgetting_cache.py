@@ -58,6 +58,11 @@ class ForgettingLayer(DynamicLayer):
         self.horizon: float | None = None
         self.begin, self.next_check = 0, 2 * PAGE
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which can't hold what is still on its way from the GPU."""
+        self.settle()
+        return vars(self)
+
     def get_seq_length(self) -> int:
         return self.seen
 
@@ -175,8 +180,9 @@ class ForgettingLayer(DynamicLayer):
             return
         begun = self.begun(call.seq_start)
         starts = begun if horizon is None else self._faded(self.seen - PAGE, horizon)
-        found = [x.to("cpu", non_blocking=True) for x in (begun, starts)]
-        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        waits_later = self.device.type == "cuda"
+        found = [x.to("cpu", non_blocking=waits_later) for x in (begun, starts)]
+        ready = torch.cuda.current_stream(self.device).record_event() if waits_later else None
         self._found = *found, call.seq_start, ready
         self.next_check = self.seen + PAGE
 

@@ -66,7 +66,8 @@ def test_a_copy_goes_on_by_itself(pico_fox):
     model, ids, mask, cache = pico_fox(**SPEC), ids_of(3, 300), mask_of(3, 300), ForgettingCache()
     wanted = logits(model, ids, mask, DynamicCache(config=model.config), (300,))[:, 200:]
     logits(model, ids[:, :200], mask[:, :200], cache, (200,))
-    other = copy.deepcopy(cache)
+    other: Any = copy.deepcopy(cache)
+    assert all(layer._found is None for layer in other.layers)
     for held in (cache, other):
         given = {"position_ids": (mask.cumsum(1) - 1)[:, 200:], CACHE: held}
         with torch.no_grad():
