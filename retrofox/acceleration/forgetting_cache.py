@@ -18,6 +18,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition, slots_of
 
+LATER, LARGE = ("cuda",), 64 << 20
+"""Where a layer holds fewer bytes, a prompt is read at once: its keys are freed before, or with, the next token."""
 BEHIND = 2  # layers: what one has found is freed while the GPU computes the next ones, so that neither waits
 PAGE = 256
 """Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
@@ -169,21 +171,30 @@ class ForgettingLayer(DynamicLayer):
         return gates
 
     def forget(self, call: Any) -> None:
-        """Finds keys that this call's options hide from the newest PAGE tokens and from all later ones, for `settle`.
+        """Finds keys that this call's options hide from the newest PAGE tokens and from all later ones, for `settle`."""
+        self.options = call.options
+        self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
+        if call.query.shape[2] == 1 or self.device.type not in LATER or self._bytes() >= LARGE:
+            self.find(call.seq_start)
+
+    def _bytes(self) -> int:
+        held = [x for group in self._groups for x in group._buffers] if self._segments is None else self._segments[0]
+        return sum(x.nbytes for x in held)
+
+    def find(self, seq_start: Tensor | None) -> None:
+        """`forget` by the latest call's options, for rows that begin at `seq_start` (B,).
 
         Checks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
-        self.options = call.options
-        horizon, window = call.options["horizon"], call.options["window"]
-        self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
+        horizon, window = self.options["horizon"], self.options["window"]
         if self.seen < self.next_check or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
-        begun = self.begun(call.seq_start)
+        begun = self.begun(seq_start)
         starts = begun if horizon is None else self._faded(self.seen - PAGE, horizon)
         waits_later = self.device.type == "cuda"
         found = [x.to("cpu", non_blocking=waits_later) for x in (begun, starts)]
         ready = torch.cuda.current_stream(self.device).record_event() if waits_later else None
-        self._found = *found, call.seq_start, ready
+        self._found = *found, seq_start, ready
         self.next_check = self.seen + PAGE
 
     def settle(self) -> None:

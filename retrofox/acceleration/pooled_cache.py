@@ -182,6 +182,9 @@ class PooledDecoding(Decoding):
         self.running = DynamicCache()
         room, left = self._room()
         layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.find(self.seq_start)
+        self.cache.settle()
         layers = [PooledLayer(source, self.lengths, self.seq_start, room, left) for source in layers]
         self.running.layers = layers
         self.by_window = {number: layer.length for number, layer in enumerate(layers)}

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from retrofox.acceleration import cuda_graph_decoding as captured
-from retrofox.acceleration import pooled_cache
+from retrofox.acceleration import forgetting_cache, pooled_cache
 from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.acceleration.pooled_cache import PooledDecoding, PooledLayer
 from retrofox.model.modeling_fox import CACHE
@@ -34,9 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch, small_pages):
+@pytest.fixture(autouse=True, params=[(), ("cpu",)], ids=["", "keys of a prompt are freed afterwards"])
+def on_cpu(monkeypatch, small_pages, request):
     monkeypatch.setattr(captured, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(forgetting_cache, "LATER", request.param)
     for name in ("MOST", "ROOM", "SPARE"):  # pools are laid out again, and grow, within a test
         monkeypatch.setattr(pooled_cache, name, 24)
     lay_out = PooledLayer._lay_out

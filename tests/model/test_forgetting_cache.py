@@ -110,6 +110,19 @@ def test_a_layer_frees_its_keys_while_the_second_next_runs(pico_fox):
     assert layers[2].starts is not None
 
 
+@torch.no_grad()
+def test_a_short_prompts_keys_are_freed_with_the_next_token(pico_fox, monkeypatch):
+    monkeypatch.setattr(forgetting_cache, "LATER", ("cpu",))
+    model, ids, caches = pico_fox(**SPEC), ids_of(1, 801), [ForgettingCache(), ForgettingCache()]
+    for cache, large in zip(caches, (1 << 30, 0), strict=True):
+        monkeypatch.setattr(forgetting_cache, "LARGE", large)
+        model(ids[:, :800], **{CACHE: cache})
+    assert caches[0].num_live == 2 * 2 * 800 > 2 * caches[1].num_live
+    found = [model(ids[:, 800:], **{CACHE: cache}).logits for cache in caches]
+    assert abs(caches[0].num_live - caches[1].num_live) < 2 * 2 * 16
+    torch.testing.assert_close(*found)
+
+
 def test_sinks_stay(pico_fox):
     """The first keys of a row in a full cache are the first of each of its kv heads' rows."""
     model, ids, mask = pico_fox(**SPEC, sink_tokens=4), ids_of(3, 400), mask_of(3, 400)
