@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLayer
 from retrofox.acceleration.head_groups import packed, partition, slots_of
 
-LATER, LARGE = ("cuda",), 64 << 20
+LATER, LARGE = ("cuda",), 128 << 20
 """Where a layer holds fewer bytes, a prompt is read at once: its keys are freed before, or with, the next token."""
 BEHIND = 2  # layers: what one has found is freed while the GPU computes the next ones, so that neither waits
 PAGE = 256
