@@ -76,11 +76,10 @@ class Decoding:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        ahead = self.fed - (self.end - 1)
         if self.tokens.is_cuda:  # its stream: a wait for the whole device would break into another thread's capture
             torch.cuda.current_stream(self.tokens.device).synchronize()
         self.graph = None
-        self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.running.layers]
+        self.cache.layers[:] = [layer.returned(self.end - 1) for layer in self.running.layers]
 
     def _see(self) -> None:
         """Sets how much of the buffers a step reads."""

@@ -58,7 +58,7 @@ class PooledLayer(GrowingLayer):
             self.crops_to, self.padding = int(begun.max()), seq_start
         self.places = torch.zeros(3, len(source), dtype=torch.int32, device=self.device)
         self.offset, self.first, self.starts = self.places
-        self.length = SharedLength(lengths, 0, 0, None)
+        self.length = SharedLength(lengths, source.seen, 0, None)
         self.length.seq_start = self.starts
         moved, begin, held = source.segments(begun, begun)
         source.reset()
@@ -89,6 +89,7 @@ class PooledLayer(GrowingLayer):
             buffer.index_copy_(2, slots, x)
         self.held, self.longest = held, int(held.max())
         start = self.longest - held
+        self.length.dropped += self.length.tokens - self.longest
         self.length.tokens = self.longest
         self.length.on_device.fill_(self.longest)
         self.places.copy_(torch.stack([self.begin - start, start + self.sink, start]))
@@ -157,12 +158,12 @@ class PooledLayer(GrowingLayer):
         keys, *rest = at_slots(self._buffers, slots)
         return keys[..., :dim], *rest
 
-    def returned(self, tokens: int, ahead: int) -> ForgettingLayer:
-        """The source with the `tokens` tokens of the text so far, without the last `ahead` that were written here.
+    def returned(self, tokens: int) -> ForgettingLayer:
+        """The source with the first `tokens` tokens of the text; what was written behind them is left out.
 
         It stays empty where an interruption came while keys were moved.
         """
-        source, held = self.source, self._now() - ahead
+        source, held = self.source, self.held + (tokens - self.length.dropped - self.longest)
         if not self._buffers:
             return source
         source.begin, source.seen, source.is_initialized = tokens + 1, tokens, True  # refused until it is filled

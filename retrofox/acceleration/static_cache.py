@@ -44,18 +44,19 @@ class SharedLength:
         on_device: (1,) int32: tokens cached before those of the running step.
         position: (1, 1) int64: place of the running step's token in its row, padding included.
         seq_start: (B,) int32: first visible token of each row; None without padding.
-        tokens: `on_device` as the host knows it.
+        tokens: `on_device` as the host knows it; dropped: tokens of the text before these.
         reads: how much of the buffers a step reads, in tokens; a captured graph holds for one value.
     """
 
     def __init__(self, lengths: DeviceLengths, tokens: int, dropped: int, seq_start: torch.Tensor | None):
-        self.tokens, self.reads = tokens, 0
+        self.tokens, self.dropped, self.reads = tokens, dropped, 0
         self.on_device, self.position = lengths.one(tokens), lengths.position
         self.seq_start = None if seq_start is None else (seq_start - dropped).clamp_min_(0)
 
     def shift(self, tokens: int) -> None:
         """The first `tokens` are gone from the buffers."""
         self.tokens -= tokens
+        self.dropped += tokens
         self.on_device.fill_(self.tokens)
         if self.seq_start is not None:
             self.seq_start.copy_((self.seq_start - tokens).clamp_min_(0))
@@ -164,13 +165,13 @@ class FixedLayer(GrowingLayer):
         if self.first is not None:
             self.first.sub_(tokens).clamp_min_(0)
 
-    def returned(self, tokens: int, ahead: int) -> Any:
-        """The source with the `tokens` tokens of the text so far, without the last `ahead` that were written here."""
+    def returned(self, tokens: int) -> Any:
+        """The source with the first `tokens` tokens of the text; what was written behind them is left out."""
         source = self.source
         if isinstance(source, GrowingLayer):
             source._show(tokens)
             return source
-        end = self.length.tokens - ahead
+        end = tokens - self.length.dropped
         begin = max(0, end - self.window + 1)
         keys, values, sums = (x[:, :, begin:end] for x in self._buffers)
         high, low = sums[..., 0].double().chunk(2, 1)

@@ -161,3 +161,24 @@ def test_memory_that_runs_out_leaves_a_cache_that_goes_on_or_says_why_not(pico_f
     else:
         again = model.generate(wanted[:, : kept + 1] if kept else ids, **{CACHE: cache}, **OPTIONS)
         assert torch.equal(again[:, :240], wanted)
+
+
+def test_ctrl_c_while_a_step_is_counted_leaves_no_wrong_tokens(pico_fox, monkeypatch):
+    model, ids, cache, slow = pico_fox(**SPEC), ids_of(2, 40), ForgettingCache(), PooledDecoding.step
+    wanted = model.generate(ids, **OPTIONS)
+
+    def step(self, sampler):
+        slow(self, sampler)
+        if self.fed == 100:
+            for length in self.by_window.values():
+                length.tokens -= 1  # not yet counted
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PooledDecoding, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, **{CACHE: cache}, **OPTIONS)
+    kept = cache.get_seq_length()
+    assert kept > 90
+    given = {"attention_mask": torch.ones(2, kept + 1, dtype=torch.long), CACHE: cache}
+    assert torch.equal(model.generate(wanted[:, : kept + 1], **given, **OPTIONS)[:, :240], wanted)
