@@ -24,7 +24,7 @@ def partition(lengths: list[int]) -> list[list[int]]:
     return cut(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
 
 
-def slots_of(begin: Tensor, held: Tensor, device: Any, skip: Any = 0, sink: int = 0) -> tuple[Tensor, Tensor]:
+def slots_of(begin: Tensor, held: Tensor, device: torch.device, skip: Any = 0, sink: int = 0) -> tuple[Tensor, Tensor]:
     """(slots of all keys of segments, one segment's behind another's; the part of each), int64 on the device.
 
     Segments begin at `begin` (n,) and hold `held` (n,), on the host, leaving out `skip` slots behind the first `sink`.
@@ -33,7 +33,10 @@ def slots_of(begin: Tensor, held: Tensor, device: Any, skip: Any = 0, sink: int 
     sinks = held.clamp_max(sink)
     lengths = torch.stack([sinks, held - sinks], 1).flatten()  # two parts of each segment
     begins = torch.stack([begin, begin + sinks + skip], 1).flatten()
-    shift, length = torch.stack([begins - (lengths.cumsum(0) - lengths), lengths]).to(device)
+    made = torch.stack([begins - (lengths.cumsum(0) - lengths), lengths])
+    if device.type == "cuda":
+        made = made.pin_memory()  # from other memory a copy waits for all that the GPU has still to do
+    shift, length = made.to(device, non_blocking=made.is_pinned())
     part = torch.repeat_interleave(length, output_size=int(lengths.sum()))
     return torch.arange(len(part), device=device) + shift[part], part
 

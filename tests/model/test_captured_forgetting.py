@@ -45,7 +45,7 @@ def on_cpu(monkeypatch, small_pages, request):
     def poisoned(self, moved, held, order, room, left):
         """What holds no key of a segment is NaN: what was freed, and room that nothing has been written to."""
         lay_out(self, moved, held, order, room, left)
-        slots, _ = pooled_cache.slots_of(self.begin, self.held, "cpu")
+        slots, _ = pooled_cache.slots_of(self.begin, self.held, self.device)
         for buffer in self._buffers:
             kept = buffer.index_select(2, slots)
             buffer.fill_(float("nan")).index_copy_(2, slots, kept)
