@@ -6,8 +6,7 @@
 
 Without --model: SmolLM2-135M's shapes with random weights. Contenders take turns in one run:
 
-    fox              as it decodes by default: a captured step and all keys on a GPU, a cache that forgets on a CPU
-    fox-forgetting   a cache that forgets
+    fox              as it decodes by default: over a cache that forgets, on a GPU in a captured step
     fox-full         a cache that keeps all keys
     fox-dense        the same without the horizon: all keys are kept and read
     base             transformers' dynamic cache and SDPA, whose kernel is FlashAttention
@@ -41,7 +40,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE, GateCache
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = ("fox", "fox-forgetting", "fox-full", "fox-dense", "base", "base-flash", "base-fp8", "base-streaming")
+CONTENDERS = ("fox", "fox-full", "fox-dense", "base", "base-flash", "base-fp8", "base-streaming")
 PROFILED = 8  # steps
 WARM = 12  # tokens before steps are timed: compiled and captured by then
 LEAST_NEW = WARM + PROFILED + 10
@@ -171,7 +169,7 @@ def cache_of(model: Any, contender: str) -> Any:
         cache: Any = DynamicCache()
         cache.layer_class_to_replicate = Float8Layer if contender == "base-fp8" else StreamingLayer
         return cache
-    return new_cache(model, {"fox-forgetting": "forgetting", "fox": "auto"}.get(contender, "full"))
+    return new_cache(model, "auto" if contender == "fox" else "full")
 
 
 @torch.no_grad()
@@ -197,9 +195,9 @@ def fill(cache: Any, model: Any, batch: int, context: int, gates: dict[int, torc
             log_f = gates[index][:, begin:end]
             GateCache(cache, log_f.expand(batch, -1, -1).contiguous()).update(k, v, index)
             if isinstance(cache, ForgettingCache):
-                options = {"horizon": attention.horizon, "sink": attention.sink_tokens, "window": None}
                 layer: Any = cache.layers[index]
-                layer.forget(SimpleNamespace(options=options, mask=None, cu_seqlens=None, seq_start=None))
+                layer.options = {"horizon": attention.horizon, "sink": attention.sink_tokens, "window": None}
+                layer.find(None)
 
 
 @contextlib.contextmanager

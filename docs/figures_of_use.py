@@ -90,13 +90,12 @@ def cache_left() -> str:
     rows = []
     for cell, found in read("generate-horizon.json")["cells"].items():
         mb = {name: row.get("cache_mb") for name, row in found.items()}
-        whole = mb.get("fox-dense", mb.get("fox-full", mb.get("fox")))  # a captured step keeps all keys
-        left = mb.get("fox-forgetting")
+        whole, left = mb.get("fox-full"), mb.get("fox")
         share = over(left, whole)
         caches = [whole, left, share and 100 * share, *(mb.get(x) for x in ("base", "base-fp8", "base-streaming"))]
         # one round alone compiles kernels while it reads
         read_in = {name: row.get("first_ms") for name, row in found.items() if row.get("rounds", 1) > 1}
-        prompts = [over(read_in.get(name), 1000) for name in ("fox", "fox-forgetting", "fox-dense", "base")]
+        prompts = [over(read_in.get(name), 1000) for name in ("fox-full", "fox", "fox-dense", "base")]
         rows.append([cell, *(shown(x, ".0f") for x in caches), *map(shown, prompts)])
     header = [
         "batch x context",
@@ -107,7 +106,7 @@ def cache_left() -> str:
         "base in 8 bits",
         "StreamingLLM",
     ]
-    return table([*header, "prompt read, s: default", "forgetting", "no horizon", "base"], rows)
+    return table([*header, "prompt read, s: all keys kept", "freed meanwhile", "no horizon", "base"], rows)
 
 
 def of_layers(rows: list[dict]) -> dict[tuple[int, int], dict[str, float]]:

@@ -81,4 +81,4 @@ def test_a_run_measures_every_contender_and_a_second_one_only_what_is_missing(tm
         assert all("wall_ms" in row for row in rows.values()), cell
         assert ("first_ms" in rows["fox"]) == (cell == "1 x 64")
     long = report["cells"]["1 x 8192"]
-    assert long["fox-forgetting"]["cache_mb"] < 0.5 * long["fox-full"]["cache_mb"]
+    assert long["fox"]["cache_mb"] < 0.5 * long["fox-full"]["cache_mb"]

@@ -171,7 +171,7 @@ class ForgettingLayer(DynamicLayer):
         return gates
 
     def forget(self, call: Any) -> None:
-        """Finds keys that this call's options hide from the newest PAGE tokens and from all later ones, for `settle`."""
+        """Finds keys that this call hides from the newest PAGE tokens and from all later ones; `settle` frees them."""
         self.options = call.options
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
         if call.query.shape[2] == 1 or self.device.type not in LATER or self._bytes() >= LARGE:
