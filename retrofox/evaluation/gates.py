@@ -6,14 +6,12 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import attentions
 from retrofox.data.sources import listed
@@ -21,6 +19,7 @@ from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
 from retrofox.evaluation.live_share import measure_live_share
 from retrofox.generation.generate import complete
+from retrofox.generation.streaming import Meter
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.heads.needles import LONGEST, by_kv_head, plant
 from retrofox.heads.start import needle_scores
@@ -208,22 +207,6 @@ def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progres
 
 def decoding_ms(opened: LoadedModel, token_ids: list[int]) -> float:
     """Milliseconds of a token after a text: the median of TIMED greedy ones, by `generate`'s cache and loop."""
-    clock = TokenClock()
-    complete(opened, [token_ids], TIMED + 1, ignore_eos=True, streamer=clock)
-    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(clock.times))
-
-
-class TokenClock(BaseStreamer):
-    """Notes in `times`, seconds, when each token comes; the prompt comes first, and is not noted."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.begun = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.begun:
-            self.times.append(time.perf_counter())
-        self.begun = True
-
-    def end(self) -> None:
-        """Nothing is left to write."""
+    meter = Meter()
+    complete(opened, [token_ids], TIMED + 1, ignore_eos=True, streamer=meter)
+    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(meter.times))

@@ -108,7 +108,7 @@ def generate(
         "prompt_tokens": sum(len(ids) for ids in token_ids),
         "new_tokens": new_tokens,
         "seconds": seconds,
-        "first_token_seconds": meter.first_at - started,
+        "first_token_seconds": meter.times[0] - started,
         "tokens_per_second": new_tokens / seconds,
         "cache_bytes": cache_bytes(kept),
         "decoded_by": getattr(opened.model, "decoded_by", None),

@@ -11,11 +11,11 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Meter(BaseStreamer):
-    """Notes when tokens arrive and hands the first row's to a writer."""
+    """Notes in `times`, seconds, when each token comes, and hands the first row's to a writer."""
 
-    def __init__(self, ends: Sequence[int], writer: Writer | None):
+    def __init__(self, ends: Sequence[int] = (), writer: Writer | None = None):
         self.ends, self.writer = set(ends), writer
-        self.first_at = 0.0
+        self.times: list[float] = []
         self.count = 0
         self._seen_prompt = self._ended = False
 
@@ -23,8 +23,7 @@ class Meter(BaseStreamer):
         if not self._seen_prompt:
             self._seen_prompt = True
             return
-        if not self.first_at:
-            self.first_at = time.perf_counter()
+        self.times.append(time.perf_counter())
         token = int(value.reshape(-1)[0])
         if not self._ended:
             self.count += 1
