@@ -62,24 +62,14 @@ def convert(
     if revision is None:
         require_there([source], files)
     if dry_run:
-        from retrofox.conversion import artefact
-        from retrofox.conversion import report as report
+        from retrofox.conversion import artefact, report
 
         plan, values = artefact.preview(source, out, spec, revision=revision, texts=files)
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
     with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
-        from retrofox.conversion import artefact
-        from retrofox.conversion import report as report
+        from retrofox.conversion import artefact, report
 
-        with report.copying(quiet=as_json) as progress:
-            result = artefact.write(
-                source,
-                out,
-                spec,
-                verify=not no_verify,
-                revision=revision,
-                progress=progress,
-                texts=files,
-            )
+        options: dict[str, Any] = {"verify": not no_verify, "revision": revision, "texts": files}
+        result = artefact.write(source, out, spec, progress=not as_json, **options)
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)

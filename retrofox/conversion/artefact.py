@@ -21,7 +21,7 @@ from retrofox.data.windows import require_files
 from retrofox.families import OWN_GATES, check_supported
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
-from retrofox.loading.atomic_directory import Progress, atomic_directory, refuse_existing
+from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
 from retrofox.loading.source import check_live, check_source, fetch, read_config, recorded, refuse_adapter
@@ -93,7 +93,7 @@ def write(
     *,
     verify: bool = True,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: bool = False,
     texts: Sequence[Text] = (),
 ) -> dict[str, Any]:
     """Converts `source` into the directory `out`, which appears whole or not at all; returns the report.
@@ -101,6 +101,7 @@ def write(
     A Hub id is fetched first: config.json, by which it may be refused, then the rest; everything after reads the copy.
 
     Args:
+        progress: a bar for the copied weights.
         texts: to measure the heads on with init "measured": files, globs, hf:...
 
     Raises:

@@ -14,9 +14,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
-from retrofox.loading.atomic_directory import Progress, copy_shards
 from retrofox.loading.shards import INDEX, Shards
 from retrofox.model.modeling_fox import write_remote_code
+from retrofox.support.report import progress_bar
 from retrofox.surgery import Plan, with_new_modules
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 GATES_SHARD = "model-retrofox.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 OURS = ("config.json", "README.md", "retrofox.json")
+COPY_BYTES = 16 << 20
 
 
 def checked_shards(directory: Path, plan: Plan) -> Shards:
@@ -68,7 +69,7 @@ def write_directory(
     plan: Plan,
     partial: Path,
     values: Mapping[str, torch.Tensor],
-    progress: Progress | None = None,
+    progress: bool = False,
 ) -> None:
     """Writes shards, the new shard, index, config, tokenizer and code; no weight passes through memory.
 
@@ -88,6 +89,17 @@ def write_directory(
     plan.config.to_json_file(partial / "config.json")
     copy_others(directory, partial)
     write_remote_code(partial)
+
+
+def copy_shards(shards: Shards, folder: Path, progress: bool = False) -> None:
+    """Copies shards into a folder."""
+    with progress_bar("MB", progress) as bar:
+        task = bar.add_task("copying weights", total=shards.bytes / 1e6)
+        for name, file in shards.files.items():
+            with open(file, "rb") as source, open(folder / name, "wb") as target:
+                while block := source.read(COPY_BYTES):
+                    target.write(block)
+                    bar.advance(task, len(block) / 1e6)
 
 
 def copy_others(directory: Path, partial: Path) -> None:

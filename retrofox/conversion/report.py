@@ -1,9 +1,7 @@
-"""Output of `retrofox convert`: the plan, the copying, the parity proof."""
+"""Output of `retrofox convert`: the plan, the parity proof."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from rich.table import Table
 from retrofox.conversion.card import described
 from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import size
-from retrofox.support.report import progress_bar
 from retrofox.surgery import Plan
 
 
@@ -66,21 +63,3 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(name, escape(value))
     Console(emoji=False).print(table)
-
-
-@contextmanager
-def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for copied weights; yields the function that takes (bytes done, bytes in all)."""
-    bar = progress_bar("MB", not quiet)
-
-    def feed(done: int, total: int) -> None:
-        if not bar.tasks:  # begins here, after heads are measured
-            bar.start()
-            bar.add_task("copying weights", total=total / 1e6)
-        task = bar.tasks[0]
-        bar.advance(task.id, done / 1e6 - task.completed)
-
-    try:
-        yield feed
-    finally:
-        bar.stop()

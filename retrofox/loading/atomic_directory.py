@@ -8,18 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from retrofox.loading.shards import Shards
 from retrofox.support.files import new_file_mode
-
-COPY_BYTES = 16 << 20
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while weights are copied."""
 
 
 @contextlib.contextmanager
@@ -47,18 +41,6 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         raise OSError(f"{out} could not be written: {error}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def copy_shards(shards: Shards, folder: Path, progress: Progress | None = None) -> None:
-    """Copies shards into a folder."""
-    done = 0
-    for name, file in shards.files.items():
-        with open(file, "rb") as source, open(folder / name, "wb") as target:
-            while block := source.read(COPY_BYTES):
-                target.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress(done, shards.bytes)
 
 
 def refuse_existing(out: Path) -> None:
