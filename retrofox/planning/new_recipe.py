@@ -43,14 +43,7 @@ class FittingRecipe(NamedTuple):
     why: str
 
 
-def new_recipe(
-    model: str,
-    length: int,
-    on: Hardware,
-    gpus: int = 1,
-    *,
-    adapters: bool = False,
-) -> str:
+def new_recipe(model: str, length: int, on: Hardware, gpus: int = 1, *, adapters: bool = False) -> str:
     """The text of a recipe that fits the machine, with the choice in comments.
 
     Args:
@@ -67,7 +60,8 @@ def new_recipe(
     heads = plain.layers * plain.kv_heads
     open_heads = max(1, round(OPEN_SHARE * heads))
     values = _values(model, length, trained, open_heads, gpus)
-    values["stages"][0]["budget"] = {"share": max(0.2, round(2 * open_heads / heads, 2)), "length": 32768}
+    share = min(0.95, max(0.2, round(2 * open_heads / heads, 2)))  # of two kv heads the open one alone is half
+    values["stages"][0]["budget"] = {"share": share, "length": 32768}
     shape = shape_of(config, validate(values).fox)
     room = on._replace(memory=MARGIN * on.memory)
     fitting = next(_fitting_recipes(values, shape, room, gpus, adapters), None)
