@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from retrofox.acceleration import attention_dispatch, fused_attention, growing_cache
 from retrofox.acceleration.cuda_graph_decoding import decode, forgets
-from retrofox.acceleration.forgetting_cache import ForgettingCache
+from retrofox.acceleration.forgetting_cache import PAGE, ForgettingCache
 
 INTERFACE = 1
 """The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""
@@ -48,7 +48,8 @@ def attach(code: Any) -> None:
         given = inputs.get(code.CACHE)
         result = super(sample, self)._prepare_cache_for_generation(config, inputs, *args, **kwargs)
         plain = given is None and config.cache_implementation is None and type(inputs.get(code.CACHE)) is DynamicCache
-        if plain and forgets(self):
+        drafted = max(config.prompt_lookup_num_tokens or 0, config.num_assistant_tokens or 0)  # may all be cropped
+        if plain and drafted <= PAGE and forgets(self):
             inputs[code.CACHE] = ForgettingCache()
         return result
 

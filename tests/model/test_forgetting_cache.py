@@ -233,8 +233,9 @@ def test_a_chat_begins_anew_where_it_would_need_what_is_forgotten(pico_fox, pico
     assert other.reply("and so on", 20) == answer
 
 
-def test_without_a_horizon_all_keys_stay(pico_fox, kept):
+def test_without_a_horizon_or_with_more_drafts_than_may_be_cropped_all_keys_stay(pico_fox, kept):
     pico_fox(**SPEC | {"horizon": None}).generate(ids_of(1, 60), **OPTIONS)
+    pico_fox(**SPEC).generate(ids_of(1, 60), prompt_lookup_num_tokens=257, **OPTIONS)
     assert not kept
 
 
