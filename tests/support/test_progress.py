@@ -8,13 +8,14 @@ import itertools
 import numpy as np
 import pytest
 
-from retrofox.conversion.report import copying
+from retrofox.conversion.directory import copy_shards
 from retrofox.data.windows import Window
 from retrofox.evaluation.live_share import hear_gates
 from retrofox.evaluation.model_difference import token_differences
 from retrofox.evaluation.token_scores import BATCH_TOKENS, Scored, score_tokens
 from retrofox.generation import generate as generation
 from retrofox.loading.loaded_model import open_model
+from retrofox.loading.shards import Shards
 from retrofox.support import report
 
 
@@ -37,13 +38,6 @@ def test_a_pipe_is_told_the_time_left_once_a_minute(now, capsys):
     assert capsys.readouterr().err == "model: 900 of 4,000 tokens, 1 min 30 s so far, about 5 min 10 s left\n"
 
 
-def test_copies_count_from_their_first_bytes(now, capsys):
-    with copying() as feed:
-        for now[0], done in ((100, 10), (130, 2000), (170, 4000), (180, 8000)):
-            feed(done * 10**6, 16000 * 10**6)
-    assert capsys.readouterr().err == "copying weights: 4,000 of 16,000 MB, 1 min 10 s so far, about 3 min 30 s left\n"
-
-
 IDS = np.random.default_rng(0).integers(3, 280, 40)
 
 
@@ -62,6 +56,14 @@ def slow(monkeypatch):
     monkeypatch.setattr(
         report.Progress, "__init__", lambda self, *a, **options: init(self, *a, get_time=lambda: next(clock), **options)
     )
+
+
+def test_copied_weights_are_counted(slow, tmp_path, capsys):
+    file = tmp_path / "base.safetensors"
+    file.write_bytes(bytes(3_000_000))
+    copy_shards(Shards({"copy.safetensors": file}), tmp_path, progress=True)
+    assert (tmp_path / "copy.safetensors").read_bytes() == file.read_bytes()
+    assert "copying weights: 3 of 3 MB" in capsys.readouterr().err
 
 
 def test_answers_of_lm_evals_tasks_are_counted(slow, pico_fox, pico_tokenizer, capsys):
