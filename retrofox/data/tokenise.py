@@ -17,7 +17,7 @@ from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import FORMAT, Shard
 from retrofox.data.read import BATCH_BYTES, END, Record, batches
 from retrofox.data.source_units import Unit
-from retrofox.support.files import temporary, to_disk, write_json, write_whole
+from retrofox.support.files import sync, temporary, write_json, write_whole
 from retrofox.support.report import progress_bar
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
@@ -114,7 +114,8 @@ class _ShardWriter:
 
     def finish(self) -> None:
         """Moves the files into place, the note that makes them a shard last."""
-        to_disk(self.stream)
+        self.stream.close()
+        sync(self.tokens)
         ends = np.cumsum([0, *self.lengths], dtype="<i8").tobytes()
         self.digest.update(ends)
         if self.learnt:

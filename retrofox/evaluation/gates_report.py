@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
-from retrofox.support.plots import COLOURS, STYLE, new_figure, set_titles, tokens_label
+from retrofox.support.plots import COLOURS, STYLE, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 LIVE_COLUMNS = (
@@ -74,7 +74,7 @@ def figure(result: dict[str, Any]) -> Figure:
             medians[layer] = float(np.median(np.minimum(lives, ceiling)))
     closed, never = ([mark for mark in marks if (mark[1] > ceiling) == beyond] for beyond in (False, True))
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(max(7.0, 0.25 * layers + 3.0), 4.6)
+        figure = Figure(figsize=(max(7.0, 0.25 * layers + 3.0), 4.6), layout="constrained")
         axes = figure.subplots()
         place, values = zip(*closed, strict=True) if closed else ((), ())
         axes.scatter(place, values, s=20, color=COLOURS[0], linewidths=0, alpha=0.85, label=f"a head ({len(closed)})")

@@ -16,15 +16,7 @@ from rich.console import Console
 
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
-from retrofox.support.plots import (
-    COLOURS,
-    LINES,
-    STYLE,
-    new_figure,
-    save_figure,
-    set_titles,
-    tokens_label,
-)
+from retrofox.support.plots import COLOURS, LINES, STYLE, save_figure, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -180,7 +172,7 @@ def figure(result: dict[str, Any]) -> Figure:
     last = max(float(curve["position"][-1]) for curve in drawn)
     first = max(1.0, min(16.0, last / 16))
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(8.0, 6.6 if differences else 4.8)
+        figure = Figure(figsize=(8.0, 6.6 if differences else 4.8), layout="constrained")
         panels = list(figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)) if differences else [figure.subplots()])
         for panel, shown in zip(panels, (drawn, differences), strict=False):
             for curve in shown:

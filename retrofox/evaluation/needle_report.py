@@ -13,15 +13,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter
 from rich.console import Console
 
 from retrofox.evaluation.statistics import wilson_interval
-from retrofox.support.plots import (
-    COLOURS,
-    LINES,
-    STYLE,
-    new_figure,
-    save_figure,
-    set_titles,
-    tokens_label,
-)
+from retrofox.support.plots import COLOURS, LINES, STYLE, save_figure, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 
@@ -87,7 +79,8 @@ def depth_figure(result: dict[str, Any], name: str, mode: str) -> Figure:
     values, lengths, depths = result["models"][name], result["lengths"], result["depths"]
     trained = values["trained_length"]
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure = new_figure(max(5.0, len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9))
+        size = max(5.0, len(lengths) + 2.6), max(3.2, 0.5 * len(depths) + 1.9)
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         found = values["modes"][mode]["found"]
         image = axes.imshow(found, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -111,7 +104,7 @@ def length_figure(result: dict[str, Any]) -> Figure:
     """Share found against context length: a panel for each mode, a line for each model, bars the Wilson intervals."""
     modes, lengths = result["modes"], result["lengths"]
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(max(6.8, 2.0 + 3.6 * len(modes)), 4.0)
+        figure = Figure(figsize=(max(6.8, 2.0 + 3.6 * len(modes)), 4.0), layout="constrained")
         panels = figure.subplots(1, len(modes), squeeze=False, sharey=True)
         for mode, panel in zip(modes, panels.flat, strict=True):
             for place, (name, values) in enumerate(result["models"].items()):

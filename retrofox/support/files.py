@@ -43,12 +43,6 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def to_disk(stream: Any) -> None:
-    """Waits until everything written is on the disk."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
 def sha256_of(path: Path) -> str:
     """The sha256 of a file's content, hex."""
     digest = hashlib.sha256()

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from retrofox.support.files import write_result
@@ -53,13 +52,6 @@ def tokens_label(value: float) -> str:
         if value >= 0.9996 * unit:  # as good as one
             return f"{value / unit:.0f}{name}" if value >= 100 * unit else f"{value / unit:.3g}{name}"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def set_titles(axes: Any, title: str, subtitle: str) -> None:
