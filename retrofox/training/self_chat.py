@@ -24,9 +24,9 @@ from retrofox.support.report import check_folder, progress_bar
 USER_TOKENS, ANSWER_TOKENS = 128, 384
 """A turn that has not ended by then is dropped with its conversation."""
 TEMPERATURE, TOP_P = 0.8, 0.95
-TOKENS_LEARNT = 750
-"""Tokens to train on for each conversation made: some 250 long, each is read about three times."""
-FEWEST, MOST = 200, 20_000
+TOKENS_LEARNT, OF_MANY = 750, 1300
+"""Tokens to train on for each conversation made: some 250 long, each is read about three times, of MANY five times."""
+FEWEST, MANY, MOST = 200, 800, 20_000
 CACHE_BYTES = 24 << 30
 """Of keys and values at a time, or half of a GPU's free memory where that is less."""
 _USER = "what the user says"
@@ -43,8 +43,8 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
     data = recipe.data
     if not data.self_chat:
         return data
-    tokens = sum(stage.tokens for stage in recipe.stages)
-    count = min(MOST, max(FEWEST, round(tokens * data.self_chat / TOKENS_LEARNT)))
+    learnt = data.self_chat * sum(stage.tokens for stage in recipe.stages)
+    count = min(MOST, max(FEWEST, min(MANY, round(learnt / TOKENS_LEARNT)), round(learnt / OF_MANY)))
     made_from = [recipe.model, data.tokenizer, count, TEMPERATURE, TOP_P, *_files(Path(recipe.model))]
     path = data.cache_dir / f"self-chat-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]}.jsonl"
     if not path.is_file():
