@@ -11,7 +11,7 @@ retrofox convert $BASE converted --dry-run
 retrofox recipes cp llama-3.2-1b
 retrofox plan llama-3.2-1b.yaml "data.train=[$TEXTS]" "data.eval=[$HELD_OUT]" output=runs/mine
 retrofox train llama-3.2-1b.yaml "data.train=[$TEXTS]" "data.eval=[$HELD_OUT]" output=runs/mine
-retrofox train llama-3.2-1b.yaml "fox={rope: interpolate, rope_factor: 8, gate: none}" "data.train=[$TEXTS]" "data.eval=[$HELD_OUT]" output=runs/control
+retrofox train llama-3.2-1b.yaml "fox={rope: interpolate, rope_factor: 8, gate: none}" stages.0.budget=null "data.train=[$TEXTS]" "data.eval=[$HELD_OUT]" output=runs/control
 retrofox report runs/mine/model --against $BASE runs/control/model --data "$HELD_OUT"
 retrofox panel runs/mine/model --against $BASE --out runs/mine/panel
 retrofox push runs/mine/model "$REPO" --private

@@ -178,7 +178,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     check_length(stage.sequence_length, split)
     trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
     if getattr(stage, "budget", None) is not None and not trained & {"gate_bias", "gate_weight"}:
-        raise ValueError("budget is for gates, and this stage trains none: remove it")
+        raise ValueError("budget is for gates, and this stage trains none: set it to null")
     if needs_teacher(stage, recipe.stages, recipe.lora is not None, source) and source is not None:
         named_original(source)
     save_memory(model, stage)

@@ -47,7 +47,9 @@ def test_a_command_on_a_page_parses(page: str, arguments: list[str], tmp_path, m
     parsed = command.make_context(arguments[0], rest).params
     shipped = ROOT / "recipes" / Path(str(parsed.get("recipe", ""))).name
     if shipped.is_file():
-        load_recipe(shipped, parsed.get("changes") or [])
+        recipe = load_recipe(shipped, parsed.get("changes") or [])
+        if recipe.fox is None or recipe.fox.gate == "none":
+            assert not any(getattr(stage, "budget", None) for stage in recipe.stages)  # train refuses it without gates
 
 
 def test_there_are_commands_to_parse():
