@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -13,10 +13,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from retrofox.model import modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import NEW_MODULES, FoxMixin
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 MODES = ("fox", "open", "shuffled", "original")
 WINDOW_IN_CONFIG = ("mistral", "ministral3", "mixtral", "olmoe", "phi3", "starcoder2")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from retrofox.config import DataConfig, Recipe, Source
+from retrofox.config import DataConfig, Recipe
 from retrofox.data.packed import PackedDataset
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
@@ -56,18 +56,11 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
     Raises:
         FileNotFoundError, ValueError: see `prepare_sources`.
     """
-
-    def prepared(sources: list[Source]) -> Manifest:
-        return prepare_sources(
-            sources,
-            tokenizer,
-            data.cache_dir,
-            progress=progress,
-            text_field=data.text_field,
-            split_special_tokens=data.split_special_tokens,
-        )
-
-    tokens = PreparedTokens(prepared(data.read_as()), prepared(data.eval) if data.eval else None)
+    options: dict[str, Any] = {"progress": progress, "text_field": data.text_field}
+    options["split_special_tokens"] = data.split_special_tokens
+    train = prepare_sources(data.read_as(), tokenizer, data.cache_dir, **options)
+    held_out = prepare_sources(data.eval, tokenizer, data.cache_dir, **options) if data.eval else None
+    tokens = PreparedTokens(train, held_out)
     parts = [part for part in (tokens.train, tokens.eval) if part is not None]
     made, reused = sum(part.made for part in parts), sum(part.reused for part in parts)
     if progress and reused:

@@ -60,7 +60,7 @@ def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callab
     waiting = iter(todo)
     writer: _ShardWriter | None = None
     try:
-        for batch in batches(_documents(todo, encoder.reading), BATCH_BYTES * min(32, cores())):
+        for batch in batches(_documents(todo, encoder.reading), BATCH_BYTES * min(32, os.cpu_count() or 1)):
             for record, encoded in zip(batch, encoder(batch), strict=True):
                 writer = writer or _ShardWriter(folder, next(waiting), encoder.dtype)
                 if record is END:
@@ -79,11 +79,6 @@ def _documents(todo: list[Todo], reading: Reading) -> Iterator[Record]:
     for shard in todo:
         yield from shard.unit.records(reading.field, reading.chat)
         yield END
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _ShardWriter:

@@ -54,7 +54,6 @@ class Haystack:
     def __init__(self, tokenizer: Any, token_ids: np.ndarray):
         self.tokenizer = tokenizer
         self.token_ids = token_ids
-        self._ends: dict[int, bool] = {}
 
     @cached_property
     def start(self) -> list[int]:
@@ -74,14 +73,9 @@ class Haystack:
         if at in (0, len(text)):
             return at
         for position in range(at, max(0, at - reach), -1):
-            if self._ends_sentence(int(text[position - 1])):
+            if self.tokenizer.decode([int(text[position - 1])]).rstrip().endswith((".", "!", "?")):
                 return position
         return at
-
-    def _ends_sentence(self, token: int) -> bool:
-        if token not in self._ends:
-            self._ends[token] = self.tokenizer.decode([token]).rstrip().endswith((".", "!", "?"))
-        return self._ends[token]
 
 
 def read_haystack(tokenizer: Any, data: Sequence[str], longest: int, text_field: str) -> Haystack:

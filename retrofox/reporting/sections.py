@@ -28,7 +28,7 @@ from retrofox.loading.device import resolve_device
 from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
-from retrofox.support.files import write_result
+from retrofox.support.files import stamps, write_result
 from retrofox.support.plots import tokens_label
 from retrofox.version import __version__
 
@@ -168,9 +168,7 @@ def files_of(model: str) -> list[Any]:
     if not path.exists():
         read_config(model)  # fetches it
         return [str(try_to_load_from_cache(model, "config.json"))]
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    return found + (files_of(base_of(path)) if (path / "adapter_config.json").is_file() else [])
+    return stamps(path) + (files_of(base_of(path)) if (path / "adapter_config.json").is_file() else [])
 
 
 @dataclass

@@ -52,6 +52,12 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def stamps(path: Path) -> list[list[Any]]:
+    """[name, size, time of change] of a file, or of a directory's files; none where nothing is there."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+
+
 def sync(path: Path) -> None:
     """Makes a file's content, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)

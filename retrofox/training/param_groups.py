@@ -33,10 +33,9 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
     """
     chosen = []
     for name, parameter in model.named_parameters():
-        frozen_base = adapters and "lora_" not in name and ".modules_to_save." not in name
-        wanted = stage.rate(role_of(name)) > 0 and not frozen_base and parameter.is_floating_point()
-        if ".original_module." in name:
-            wanted = False
+        frozen = adapters and "lora_" not in name and ".modules_to_save." not in name
+        frozen = frozen or ".original_module." in name or not parameter.is_floating_point()
+        wanted = stage.rate(role_of(name)) > 0 and not frozen
         parameter.requires_grad_(wanted)
         if wanted:
             chosen.append(name)

@@ -27,7 +27,6 @@ from retrofox.training import checkpoint
 from retrofox.version import __version__
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
-FREE_IN_DATA = ("cache",)
 FREE_IN_STAGE = (
     *("micro_batch", "gradient_checkpointing", "cross_entropy", "spike_factor"),
     *("tiled_mlp", "offload_activations"),
@@ -204,9 +203,7 @@ def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
 
 def _compared(recipe: Recipe) -> dict[str, Any]:
     """The values of a recipe that a resumed run may not change, and its stages; defaults filled in."""
-    values = recipe.model_dump(exclude={*FREE_TO_CHANGE})
-    for key in FREE_IN_DATA:
-        del values["data"][key]
+    values = recipe.model_dump(exclude={**dict.fromkeys(FREE_TO_CHANGE, True), "data": {"cache"}})
     if values["fox"] is not None:
         values["fox"].pop("preset")  # the fields that it stands for are compared
     return values

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from retrofox.config import DataConfig, Recipe, Source
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
-from retrofox.support.files import write_whole
+from retrofox.support.files import stamps, write_whole
 from retrofox.support.report import check_folder, progress_bar
 
 USER_TOKENS, ANSWER_TOKENS = 128, 384
@@ -45,7 +45,7 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
         return data
     learnt = data.self_chat * sum(stage.tokens for stage in recipe.stages)
     count = min(MOST, max(FEWEST, min(MANY, round(learnt / TOKENS_LEARNT)), round(learnt / OF_MANY)))
-    made_from = [recipe.model, data.tokenizer, count, TEMPERATURE, TOP_P, *_files(Path(recipe.model))]
+    made_from = [recipe.model, data.tokenizer, count, TEMPERATURE, TOP_P, *stamps(Path(recipe.model))]
     path = data.cache_dir / f"self-chat-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]}.jsonl"
     if not path.is_file():
         check_folder(data.cache_dir)  # before minutes of sampling
@@ -56,12 +56,6 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
         write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
     weight = data.self_chat / (1 - data.self_chat) * sum(source.weight for source in data.train)
     return data.model_copy(update={"train": [*data.train, Source(path=str(path), chat=True, weight=weight)]})
-
-
-def _files(model: Path) -> list[tuple[str, int, int]]:
-    """(name, size, time of change) of a local model's files."""
-    files = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def turns_around_user(tokenizer: Any) -> tuple[str, str]:
