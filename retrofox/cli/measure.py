@@ -109,7 +109,7 @@ def needle(
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
+    model: Annotated[str, typer.Argument(help="A converted model, or an adapter of one: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
     length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document.")] = 2048,
     horizon: Annotated[
