@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState)
         if state.is_main_process:
             print(f"{changed_since_conversion(source)}: the teacher is {spec.base}", flush=True)
         base, _ = load_base(spec.base, dtype=dtype, revision=spec.base_revision)
-        teacher = convert(base, fox=spec)
+        teacher = convert(base, fox=replace(spec, init="slopes"))  # "measured" would want texts; its gates stay out
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
