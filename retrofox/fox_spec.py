@@ -8,15 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
-from retrofox.spec_values import (
-    NUMBERS,
-    check_number,
-    half_life_of,
-    one_of,
-    open_heads_of,
-    parts_of,
-    wavelengths_of,
-)
+from retrofox.spec_values import NUMBERS, check_number, half_life_of, one_of, open_heads_of, parts_of, wavelengths_of
 
 logger = logging.getLogger(__name__)
 ROPE_MODES = ("interpolate", "keep", "partial", "drop")

@@ -54,12 +54,7 @@ def plan_for(source: ModelSource, spec: FoxSpec, revision: str | None = None) ->
 
 
 def preview(
-    source: str | Path,
-    out: Path,
-    spec: FoxSpec,
-    *,
-    revision: str | None = None,
-    texts: Sequence[Text] = (),
+    source: str | Path, out: Path, spec: FoxSpec, *, revision: str | None = None, texts: Sequence[Text] = ()
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 

@@ -90,13 +90,7 @@ class PackedDataset(torch.utils.data.Dataset):
         ValueError: a source without two tokens in a document, shards that are missing.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        sequence_length: int,
-        seed: int = 0,
-        max_position: int | None = None,
-    ):
+    def __init__(self, manifest: Manifest, sequence_length: int, seed: int = 0, max_position: int | None = None):
         assert max_position is None or max_position > sequence_length
         self.sequence_length, self.seed, self.max_position = sequence_length, seed, max_position
         self.filler = manifest.eos or 0

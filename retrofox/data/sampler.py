@@ -143,14 +143,7 @@ class StepSampler:
     the same for every world that has the same global batch. Serves as a DataLoader's `batch_sampler`.
     """
 
-    def __init__(
-        self,
-        order: Order | Mixture,
-        batch_size: int,
-        consumed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ):
+    def __init__(self, order: Order | Mixture, batch_size: int, consumed: int = 0, rank: int = 0, world: int = 1):
         assert batch_size > 0
         assert 0 <= rank < world
         self.order, self.batch_size, self.consumed = order, batch_size, consumed

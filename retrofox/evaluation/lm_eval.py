@@ -49,12 +49,7 @@ class Scores:
 
 
 def run_tasks(
-    opened: LoadedModel,
-    tasks: dict[str, Any],
-    *,
-    max_length: int,
-    limit: int | None = None,
-    progress: bool = True,
+    opened: LoadedModel, tasks: dict[str, Any], *, max_length: int, limit: int | None = None, progress: bool = True
 ) -> Scores:
     """Runs lm-eval tasks on an open model.
 

@@ -37,11 +37,7 @@ class StageData:
     def batches(self, first_row: int) -> Iterable[dict[str, Any]]:
         """Batches from global row `first_row` on, endless; loader processes read ahead."""
         sampler = StepSampler(
-            self.dataset.order,
-            self.stage.micro_batch,
-            consumed=first_row,
-            rank=self.reader,
-            world=self.readers,
+            self.dataset.order, self.stage.micro_batch, consumed=first_row, rank=self.reader, world=self.readers
         )
         workers = self.recipe.dataloader_workers
         return DataLoader(
