@@ -15,7 +15,7 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
     """An empty cache for a model, of one of the `sampling.CACHES`.
 
     "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter
-    for a model with a horizon (`forgets` has the exception).
+    for a model with a horizon, but on a GPU not for multi-head latent attention.
 
     Raises:
         ValueError: "forgetting" for a model without a horizon.
