@@ -29,7 +29,7 @@ from measured_arms import (
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
-    *("mid4", "mid4-teach8k", "mid4-log8k", "default"),
+    *("mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")

@@ -38,6 +38,7 @@ LABELS = {
     "self-chat": "untaught, 10 % own chat",
     "taught": "taught, no own chat",
     "half-lives-512": "half-lives to 512",
+    "default-budget": "**default**, with its budget",
     "half-lives-512-seed1": "half-lives to 512, seed 1",
     "default": "**default**",
     "default-seed1": "**default**, seed 1",
