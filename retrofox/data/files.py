@@ -75,7 +75,7 @@ class Digests:
         """Begins with those that a file holds; where there is none, or a damaged one, files are hashed again."""
         self.known: dict[str, Any] = {}
         if kept is not None:
-            with contextlib.suppress(FileNotFoundError, ValueError):
+            with contextlib.suppress(FileNotFoundError, TypeError, ValueError):
                 self.known = dict(json.loads(kept.read_text(encoding="utf-8")))
 
     def of(self, path: Path) -> str:

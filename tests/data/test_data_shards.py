@@ -198,6 +198,6 @@ def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards
 
 def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
     prepared([texts[1]], tokenizer, tmp_path / "out")
-    for damage in ("{", "[]", ""):
+    for damage in ("{", "[]", "null", ""):
         (tmp_path / "out" / "digests.json").write_text(damage)
         assert prepared([texts[1]], tokenizer, tmp_path / "out").reused == 1
