@@ -19,7 +19,7 @@ from retrofox.acceleration.growing_cache import INTERRUPTED, LOG2_E, GrowingLaye
 from retrofox.acceleration.head_groups import packed, partition, slots_of
 
 LATER, LARGE = ("cuda",), 128 << 20
-"""On these devices, while a layer holds fewer bytes, reading a prompt frees nothing: the next token does, or a capture."""
+"""On these devices a prompt frees nothing while a layer holds fewer bytes; the next token, or a capture, does."""
 BEHIND = 2  # layers: what one has found is freed while the GPU computes the next ones, so that neither waits
 PAGE = 256
 """Tokens between two checks for keys to free; the newest PAGE tokens may be cropped."""
