@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from retrofox.config_values import kv_heads_of
 from retrofox.model import modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import NEW_MODULES, FoxMixin
@@ -108,8 +109,7 @@ def cached_heads(attention: Any) -> tuple[int, int]:
     config = attention.config
     if hasattr(attention, "expand_kv"):
         return 1, config.kv_lora_rank + config.qk_rope_head_dim
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, attention.head_dim + getattr(attention, "v_head_dim", attention.head_dim)
+    return kv_heads_of(config), attention.head_dim + getattr(attention, "v_head_dim", attention.head_dim)
 
 
 @contextlib.contextmanager

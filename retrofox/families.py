@@ -54,16 +54,3 @@ def replaced_settings(config: Any) -> dict[str, Any]:
 def has_softcap(config: Any) -> bool:
     """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def trained_length(config: Any) -> int:
-    """The length in tokens that a base model was trained to: before any RoPE scaling stretched it.
-
-    The longest `original_max_position_embeddings` among the RoPE parameters (one set, or one per layer type), where
-    one is given; otherwise `max_position_embeddings`. With its scaling of type llama3, Llama 3.1 was trained to that.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    scaled = [values for values in sets if values.get("rope_type", "default") not in ("default", "llama3")]
-    originals = [values.get("original_max_position_embeddings") for values in scaled]
-    return int(max((length for length in originals if length), default=config.max_position_embeddings))

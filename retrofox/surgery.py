@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
-from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
+from retrofox.config_values import kv_heads_of, trained_length
+from retrofox.families import check_settings, check_supported, replaced_settings
 from retrofox.fox_spec import FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias, open_half_life
 from retrofox.loading.converted import savable
@@ -142,7 +143,7 @@ def _check_places(config: Any, spec: FoxSpec) -> None:
             "but one latent for all (MLA); of the Pro parts output-norm and output-gate can be had"
         )
     layers = config.num_hidden_layers
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = kv_heads_of(config)
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
     if too_deep:
         raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
@@ -171,7 +172,7 @@ def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
 @torch.no_grad()
 def start_gates(model: Any, spec: FoxSpec) -> None:
     """Gives every gate the half-life that it starts with, as far as no text decides it."""
-    kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    kv_heads = kv_heads_of(model.config)
     gates = [attention.forget_gate for _, attention in attentions(model)]
     for gate in gates:
         if gate is not None:

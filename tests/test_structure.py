@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    *("version", "registration", "support", "acceleration", "model", "spec_values", "fox_spec", "half_lives"),
-    *("families", "config", "anatomy", "loading", "planning", "serving", "surgery"),
-    *("data", "parallel", "heads", "conversion", "training", "generation", "evaluation"),
+    *("version", "registration", "support", "config_values", "acceleration", "model"),
+    *("spec_values", "fox_spec", "half_lives", "families", "config", "anatomy", "loading", "planning", "serving"),
+    *("surgery", "data", "parallel", "heads", "conversion", "generation", "training", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )
 KERNELS_ORDER = (

@@ -25,6 +25,7 @@ from retrofox.acceleration.captured_step import Decoding, reads_for
 from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.acceleration.growing_cache import CACHE
 from retrofox.acceleration.pooled_cache import PooledDecoding
+from retrofox.config_values import depends_on_length, horizon_of, rope_types
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 def forgets(model: Any) -> bool:
     """Whether `generate` should make a ForgettingCache: the model has a horizon, and decodes as fast with it."""
-    if (getattr(model.config, "fox", None) or {}).get("horizon") is None:
+    if horizon_of(model.config) is None:
         return False
     return model.device.type not in DEVICES or not _has_latents(model)
 
@@ -56,7 +57,6 @@ def reason_against(
     cache, mask, positions = (inputs.get(name) for name in (CACHE, "attention_mask", "position_ids"))
     other = sorted(name for name, x in inputs.items() if x is not None and name not in KNOWN_INPUTS)
     limit = MOST_TOKENS + 1 if stopping.max_length is None else stopping.max_length
-    kinds = rope_kinds(model.config)
     devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
     reasons = {
         f"the model is on {input_ids.device.type}, a step is captured on {' and '.join(DEVICES)}": (
@@ -70,8 +70,8 @@ def reason_against(
         "there is no cache (use_cache=False)": not inputs.get("use_cache", True) or cache is None,
         f"the cache is a {type(cache).__name__}, not a DynamicCache": cache is not None and not _fixable(cache),
         f"the model gets {', '.join(other)} beside tokens": bool(other),
-        f"rotary frequencies depend on the length of the text ({', '.join(sorted(kinds))})": bool(
-            kinds & {"dynamic", "longrope"}
+        f"rotary frequencies depend on the length of the text ({', '.join(sorted(rope_types(model.config)))})": (
+            depends_on_length(model.config)
         ),
         "the prompt is given as embeddings": input_ids.dim() != 2 or input_ids.shape[1] == 0,
         "the length of the text has no limit": limit > MOST_TOKENS,
@@ -100,12 +100,6 @@ def reason_against(
         if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
             return "the attention mask hides more than tokens before the text"
     return None
-
-
-def rope_kinds(config: Any) -> set[str]:
-    """The types of rotary scaling in a config, which may have one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {str(x.get("rope_type", "")) for x in (rope, *rope.values()) if isinstance(x, dict)}
 
 
 def _fixable(cache: Any) -> bool:

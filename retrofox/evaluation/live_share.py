@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from retrofox.anatomy import attentions, cached_heads, exempt_tokens, inner_model, sliding_window
+from retrofox.config_values import horizon_of
 from retrofox.data.windows import Window
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.planning.live_share import HORIZON, LENGTHS
@@ -92,7 +93,7 @@ def measure_live_share(
         and cache once: no token of one text takes less. An open head, "LAYER.HEAD", is a gate through which the whole
         text is seen at that length: a query head's, or with `gate_heads` "kv" a kv head's.
     """
-    nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
+    nats: float = horizon or horizon_of(opened.model.config) or HORIZON
     tokens = sum(len(window.token_ids) for window in windows)
     decay: dict[int, torch.Tensor] = {}
     found: dict[int, list[list[LiveShare]]] = {length: [] for length in sorted({*lengths})}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from retrofox import anatomy
 from retrofox.anatomy import read_logits, require_known_tokens, vocabulary_size
-from retrofox.loading.rope_scaling import depends_on_length
+from retrofox.config_values import depends_on_length
 from retrofox.support.memory import out_of_memory
 from retrofox.support.report import after_layers
 

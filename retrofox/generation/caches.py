@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from retrofox.acceleration.cuda_graph_decoding import forgets
 from retrofox.acceleration.forgetting_cache import ForgettingCache
+from retrofox.config_values import horizon_of
 
 
 def new_cache(model: Any, kind: str = "auto") -> Any:
@@ -20,7 +21,7 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
     Raises:
         ValueError: "forgetting" for a model without a horizon.
     """
-    if kind == "forgetting" and (getattr(model.config, "fox", None) or {}).get("horizon") is None:
+    if kind == "forgetting" and horizon_of(model.config) is None:
         raise ValueError('cache "forgetting" needs a model with a horizon (fox.horizon): take "full"')
     forgetting = kind == "forgetting" or (kind == "auto" and forgets(model))
     return ForgettingCache() if forgetting else DynamicCache(config=model.config)

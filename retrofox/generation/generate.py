@@ -15,12 +15,12 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens, vocabulary_size
+from retrofox.config_values import depends_on_length
 from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.model.modeling_fox import CACHE
 from retrofox.support.report import reading_bar
 

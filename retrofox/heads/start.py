@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from retrofox.config_values import kv_heads_of, trained_length
 from retrofox.data.sources import Text, as_source
 from retrofox.data.windows import documents
-from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.half_lives import open_half_life
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
@@ -129,7 +129,7 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
             "heads are measured on %d tokens, too few to tell near heads from far ones: give texts of %s or more",
             *(longest, f"{min(LENGTH, trained):,}"),
         )
-    kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    kv_heads = kv_heads_of(model.config)
     distances = Distances(max(1, spec.sink_tokens))
     number, chosen = (spec.open_heads, ()) if isinstance(spec.open_heads, int) else (0, spec.open_heads)
     read = [ids[: min(LENGTH, trained)] for ids in sorted(documents, key=len, reverse=True)[:DOCUMENTS]]

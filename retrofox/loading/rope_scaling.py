@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from retrofox.acceleration.cuda_graph_decoding import rope_kinds
-from retrofox.families import trained_length
+from retrofox.config_values import rope_type, trained_length
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -64,11 +63,6 @@ def set_rope_config(config: Any, scaling: Mapping[str, Any] | None = None, theta
     return True
 
 
-def depends_on_length(config: Any) -> bool:
-    """Whether a config's rotary frequencies depend on the length of the text, its padding counted."""
-    return bool(rope_kinds(config) & {"dynamic", "longrope"})
-
-
 def _scaled(
     values: Mapping[str, Any], scaling: Mapping[str, Any] | None, theta: float | None, length: int
 ) -> dict[str, Any]:
@@ -80,7 +74,7 @@ def _scaled(
     if given["rope_type"] in ("yarn", "llama3"):
         given.setdefault(ORIGINAL, values.get(ORIGINAL, length))
     result.update(given)
-    already = values.get("rope_type", "default")
+    already = rope_type(dict(values))
     if already != "default" and result != values:
         raise ValueError(
             f"this model's RoPE is scaled already (rope_type {already}), and {given['rope_type']} would replace what "

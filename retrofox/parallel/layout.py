@@ -7,7 +7,7 @@ from typing import Any
 
 from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import ParallelConfig
-from retrofox.loading.rope_scaling import depends_on_length
+from retrofox.config_values import depends_on_length, kv_heads_of
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def readers_of(parallel: ParallelConfig, processes: int) -> int:
 
 def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
     """How a context group is split for a model's key/value heads."""
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return degrees(parallel.context, kv_heads)
+    return degrees(parallel.context, kv_heads_of(config))
 
 
 def refuse_processes(parallel: ParallelConfig, processes: int) -> None:

@@ -45,22 +45,3 @@ def config_of(model: str) -> dict[str, Any]:
     if model.endswith(".gguf"):
         raise ValueError(f"{model} has no config.json to plan from: give the model it was made from")
     return KNOWN.get(model.removesuffix("-Instruct")) or read_config(model)
-
-
-def trained_length(config: dict[str, Any]) -> int:
-    """Tokens that a model was trained to, before any RoPE scaling (`retrofox.families.trained_length`, of a dict)."""
-    scaled = [values for values in rope_scalings(config) if rope_type(values) != "llama3"]
-    lengths = [values.get("original_max_position_embeddings") or 0 for values in scaled]
-    return int(max(lengths, default=0) or config.get("max_position_embeddings", 2048))
-
-
-def rope_scalings(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sets of RoPE parameters of a config.json that scale something: one, or one for each type of layer."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return [values for values in sets if rope_type(values) != "default"]
-
-
-def rope_type(values: dict[str, Any]) -> str:
-    """The kind of scaling of a set of RoPE parameters; older configs call it `type`."""
-    return values.get("rope_type", values.get("type", "default"))

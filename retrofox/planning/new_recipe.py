@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from retrofox.config import Recipe, validate
 from retrofox.config.yaml_text import write_yaml
+from retrofox.config_values import trained_length
 from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
-from retrofox.planning.known import config_of, trained_length
+from retrofox.planning.known import config_of
 from retrofox.planning.memory import Setting, cpu_memory, memory
 from retrofox.planning.plan import SWITCHES, changes_that_fit, longest_row
 from retrofox.planning.shape import Shape, shape_of

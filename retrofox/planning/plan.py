@@ -13,10 +13,11 @@ from typing import Any
 
 from retrofox.config import BudgetedStage, LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
+from retrofox.config_values import rope_sets, rope_type, trained_length
 from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
-from retrofox.planning.known import KNOWN, config_of, rope_scalings, rope_type, trained_length
+from retrofox.planning.known import KNOWN, config_of
 from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
@@ -120,7 +121,8 @@ def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
         yield "LoRA here adapts converted models: give the recipe a `fox:` section"
     elif recipe.rope_scaling is not None:
         asked = recipe.rope_scaling.model_dump(exclude_none=True)
-        already = [rope_type(values) for values in rope_scalings(config) if {**values, **asked} != values]
+        scaled = [values for values in rope_sets(config) if rope_type(values) != "default"]
+        already = [rope_type(values) for values in scaled if {**values, **asked} != values]
         if already:
             yield f"rope_scaling: this model's RoPE is scaled already (rope_type {already[0]}): take another model"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrofox.config_values import rope_types
 from retrofox.fox_spec import FoxSpec
 
 NATIVE = {
@@ -77,9 +78,7 @@ def rope_refusal(config: Any, spec: FoxSpec) -> str | None:
     """Why the rotary dial can't be set for this kind of RoPE, or None."""
     if spec.rope == "keep" and not spec.layer_max_wavelength:
         return None
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    kinds = {values.get("rope_type", "default") for values in sets} - set(STATIC_ROPE)
+    kinds = rope_types(config) - set(STATIC_ROPE)
     if not kinds:
         return None
     return f"RoPE of kind {', '.join(sorted(kinds))} changes with the text's length, so its pairs can't be faded here"

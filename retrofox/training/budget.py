@@ -23,6 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from retrofox.config import Budget, BudgetedStage
+from retrofox.config_values import horizon_of, kv_heads_of
 from retrofox.model.modeling_fox import ForgetGate
 from retrofox.planning.live_share import HORIZON
 
@@ -86,7 +87,7 @@ class GatePressure(TrainerCallback):
         assert stage.budget is not None
         self.budget: Budget = stage.budget
         self.tokens, self.anneal_tokens = tokens, stage.budget.anneal * stage.tokens
-        self.horizon = horizon_of(model)
+        self.horizon = horizon_of(model.config) or HORIZON
         pressed = pressed_gates(model)
         self.gates = list(pressed.values())
         where = device or self.gates[0].bias.device
@@ -150,11 +151,6 @@ def open_heads(config: Any, layers: int, heads: int) -> torch.Tensor:
     return found.flatten(1)
 
 
-def kv_heads_of(config: Any) -> int:
-    """Key/value heads of a model's layers."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:
     """The gates of a model that are trained, by layer; of the two that PEFT keeps of each, the one in use."""
     used = [
@@ -163,8 +159,3 @@ def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:
         if isinstance(module, ForgetGate) and ".original_module" not in name
     ]
     return {layer: gate for layer, gate in enumerate(used) if any(p.requires_grad for p in gate.parameters())}
-
-
-def horizon_of(model: Any) -> float:
-    """Nats by which a key has decayed when it is forgotten: the model's own, else HORIZON."""
-    return (getattr(model.config, "fox", None) or {}).get("horizon") or HORIZON

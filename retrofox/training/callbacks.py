@@ -10,13 +10,13 @@ import torch
 from transformers import TrainerCallback
 
 from retrofox.anatomy import decoder_layers
+from retrofox.config_values import horizon_of, kv_heads_of
 from retrofox.half_lives import DEAD_DECAY, half_life_tokens
 from retrofox.model.modeling_fox import ForgetGate
 from retrofox.parallel.mesh import Mesh
-from retrofox.planning.live_share import live_shares
+from retrofox.planning.live_share import HORIZON, live_shares
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
-from retrofox.training.budget import horizon_of
 
 
 class LossWindow:
@@ -113,7 +113,7 @@ class GateRecorder(TrainerCallback):
         self.mesh = mesh
         self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
         self.every, self.save_steps = every, save_steps
-        self.horizon, self.kv_heads = horizon_of(model), getattr(model.config, "num_key_value_heads", None)
+        self.horizon, self.kv_heads = horizon_of(model.config) or HORIZON, kv_heads_of(model.config)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
@@ -142,7 +142,7 @@ class GateRecorder(TrainerCallback):
         found = found.cpu()
         for gate in self.gates:
             gate.last_log_f = None
-        live = live_shares((-found).tolist(), self.horizon, self.kv_heads or found.shape[1])
+        live = live_shares((-found).tolist(), self.horizon, self.kv_heads)
         return half_life_statistics(found.flatten(), length) | live
 
 

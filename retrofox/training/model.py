@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import is_converted, is_new_tensor, lm_class
 from retrofox.config import DataConfig, ExtendStage, LoraConfig, Recipe, Stage
+from retrofox.config_values import trained_length
 from retrofox.conversion.convert import convert
-from retrofox.families import trained_length
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config

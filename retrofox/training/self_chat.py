@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from retrofox.config import DataConfig, Recipe, Source
+from retrofox.config_values import kv_heads_of
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import stamps, write_whole
@@ -117,7 +118,7 @@ def rows_at_a_time(model: Any, count: int) -> int:
     if model.device.type != "cuda":
         return min(count, 8)
     config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = kv_heads_of(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
     room = min(CACHE_BYTES, torch.cuda.mem_get_info(model.device)[0] // 2)

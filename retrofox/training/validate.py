@@ -23,11 +23,11 @@ from retrofox.config import (
     Stage,
     TaughtStage,
 )
+from retrofox.config_values import depends_on_length
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
-from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import readers_of, refuse_processes, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length

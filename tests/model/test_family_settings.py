@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode
-from retrofox.families import check_supported, trained_length
+from retrofox.config_values import trained_length
+from retrofox.families import check_supported
 from retrofox.model.configuration_fox import SUPPORTED
 from tests.model.conftest import logits
 from tests.model.test_families import LENGTH, LLAMA3, MIXED, PICO, ROWS, UNUSUAL, close, make_base

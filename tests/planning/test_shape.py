@@ -8,9 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.config import LoraConfig
+from retrofox.config_values import trained_length
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.planning.hours import flops_per_token
-from retrofox.planning.known import KNOWN, trained_length
+from retrofox.planning.known import KNOWN
 from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import FAMILIES, shape_of
 from retrofox.training.lora import add_adapters
