@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
@@ -24,9 +25,6 @@ from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
 from retrofox.support.report import environment, output_console, progress_bar, write_results
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def evaluate(

@@ -8,10 +8,11 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions
 from retrofox.data.sources import listed
@@ -29,9 +30,6 @@ from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import save_figure
 from retrofox.support.report import check_folder, environment, output_console, reading_bar, write_results
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TIMED = 16
 """Tokens whose decoding is timed at each length."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
 from retrofox.evaluation.panel_texts import Row
@@ -14,9 +15,6 @@ from retrofox.evaluation.statistics import mean_over_documents
 from retrofox.evaluation.token_scores import HEAD, require_finite
 from retrofox.support.memory import out_of_memory
 from retrofox.support.report import after_layers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LEAST_DOCUMENTS = 5
 """With so many documents or more they are the sample; with fewer, the rows are."""

@@ -13,10 +13,11 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from retrofox.data.sources import listed
 from retrofox.evaluation.compared_models import compare
@@ -26,9 +27,6 @@ from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
 from retrofox.support.report import environment, output_console, progress_bar, write_results
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def needle(

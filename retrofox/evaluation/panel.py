@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from retrofox.data.windows import documents
 from retrofox.evaluation.compared_models import compare
@@ -22,9 +23,6 @@ from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import tokens_label
 from retrofox.support.report import environment, output_console, print_table, progress_bar, write_results
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LENGTH, TOKENS, ANSWER = 8192, 131072, 128
 """Tokens of a row, of a kind, and of an answer."""

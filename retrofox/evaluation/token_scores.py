@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from retrofox import anatomy
 from retrofox.anatomy import read_logits, require_known_tokens, vocabulary_size
 from retrofox.config_values import depends_on_length
 from retrofox.support.memory import out_of_memory
 from retrofox.support.report import after_layers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LossAndBest = tuple[np.ndarray, np.ndarray]
 """(P,) float32 losses in nats, (P,) int64 likeliest tokens."""

@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.generation.caches import new_cache
@@ -16,9 +17,6 @@ from retrofox.generation.generate import complete, end_tokens, render
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.loaded_model import LoadedModel, open_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ChatSession:

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens, vocabulary_size
@@ -23,10 +23,6 @@ from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.model.modeling_fox import CACHE
 from retrofox.support.report import reading_bar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 SHORT_PROMPT = 512
 """Tokens of a prompt that is read without a progress bar."""

@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from retrofox.config_values import kv_heads_of, trained_length
 from retrofox.data.sources import Text, as_source
@@ -19,9 +20,6 @@ from retrofox.half_lives import open_half_life
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
 from retrofox.heads.watch import BLOCK, Attention, watch
 from retrofox.support.report import reading_bar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 DOCUMENTS = 4

@@ -10,17 +10,15 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofox.anatomy import attention_mode, inner_model
 from retrofox.model import modeling_fox as fox
 from retrofox.model.modeling_fox import scale_by_position
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BLOCK = 64
 """Consecutive queries whose attention exists at one time: (H, 64, keys) float32."""

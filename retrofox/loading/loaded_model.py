@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import causal_lm
 from retrofox.loading.base import load_base
@@ -14,9 +15,6 @@ from retrofox.loading.converted import load
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import open_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,10 +14,8 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
 from retrofox.training import checkpoint
 from retrofox.training.lora import assert_gates_saved
+from retrofox.training.trainer import FoxTrainer
 from retrofox.version import __version__
-
-if TYPE_CHECKING:
-    from retrofox.training.trainer import FoxTrainer
 
 
 def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
