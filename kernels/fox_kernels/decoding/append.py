@@ -118,17 +118,15 @@ def appends(k: Tensor, v: Tensor, log_f: Tensor) -> bool:
 
 
 def append(
-    rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, *_: object,
-    offset: Tensor | None = None,
-) -> None:  # fmt: skip
+    rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, offset: Tensor | None = None
+) -> None:
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
     k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, gates) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
     values (B, Hkv, room, VW), sums (B, 2 gates, room, 1) float32: c of every gate, rounded, and its rounding error.
     length: an int, or (1,) int32 that the kernel reads on the device: so a captured graph appends at any length. offset
     (B * Hkv,) int32 on the device: all share rooms (1, 1, room, KW), (1, 1, room, VW), (1, 2 gates / Hkv, room, 1),
-    where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j. What code saved beside a checkpoint
-    may give behind these (a bound on the keys' norms) is of no use any more.
+    where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j.
     """
     _launch(rooms, length, k, v, log_f, offset, log_f.shape[-1])
 
