@@ -6,15 +6,14 @@ width f and numbers of n bytes (2 in bfloat16),
     n (5 d + (2 H + 2 Hkv) D + 4 f) + 24 H
 
 bytes: inputs of both norms, of q, k, v and of the MLP; q, k, v and the attention's output, once more as o_proj reads
-it; gate, up, SiLU and product; sums of log f and of the softmax. One that is recomputed takes n d, its input, and in
-its backward the above and two gradients as wide as the MLP. The peak is the largest of four moments: at the logits, in
-the backward of the last layer, in that of the first, in the optimizer's step. It is within 10 % of the training runs in
-benchmarks/, which `tests/planning/test_memory.py` compares.
+it; gate, up, SiLU and product; sums of log f and of the softmax; each adapter of rank r adds n r. One that is
+recomputed takes n d, its input, and in its backward the above and two gradients as wide as the MLP. The peak is the
+largest of four moments: at the logits, in the backward of the last layer, in that of the first, in the optimizer's
+step. It is within 10 % of the training runs in benchmarks/, which `tests/planning/test_memory.py` compares.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,13 +61,17 @@ def trained_parameters(shape: Shape, lora: LoraConfig | None, stage: Stage) -> d
 
 def adapter_parameters(shape: Shape, lora: LoraConfig) -> dict[str, int]:
     """Role -> parameters of the adapters."""
-    found, targets = {"attention": 0, "rest": 0}, lora.targets
-    for name, (inputs, outputs) in shape.matrices.items():
-        if targets == "all-linear" or any(fnmatch.fnmatch(name, target) for target in targets):
-            role = "rest" if name in ("gate_proj", "up_proj", "down_proj") else "attention"
-            one = lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
-            found[role] += shape.layers * one
+    found = {"attention": 0, "rest": 0}
+    for name in adapted(shape, lora):
+        inputs, outputs = shape.matrices[name]
+        role = "rest" if name in ("gate_proj", "up_proj", "down_proj") else "attention"
+        found[role] += shape.layers * (lora.rank * (inputs + outputs) + (outputs if lora.dora else 0))
     return found
+
+
+def adapted(shape: Shape, lora: LoraConfig) -> list[str]:
+    """Names of a layer's matrices that have adapters."""
+    return [name for name in shape.matrices if lora.targets == "all-linear" or name in lora.targets]
 
 
 def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
@@ -119,7 +122,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
         copied = head_copy = 0.0
         copies *= 2 if on.sharding == "zero3" else 1  # gathered in float32
 
-    layer, working, behind = _layer(shape, stage, tokens, number, adapts)
+    layer, working, behind = _layer(shape, stage, tokens, number, lora)
     checkpoint = float(tokens * number * shape.hidden)
     here = again if not (stage.offload_activations and on.cuda) else min(again, 2)
     log = 4.0 * tokens * shape.layers * shape.heads if shape.gates != (0, 0) else 0.0
@@ -149,12 +152,14 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     return {part: peak.get(part, 0.0) for part in PARTS}
 
 
-def _layer(shape: Shape, stage: Stage, tokens: int, number: int, adapts: bool) -> tuple[float, float, float]:
+def _layer(shape: Shape, stage: Stage, tokens: int, number: int, lora: LoraConfig | None) -> tuple[float, float, float]:
     """Bytes of a layer's activations: kept; in the backward, if recomputed; on top of kept ones in that backward."""
     hidden, inner = number * shape.hidden, number * shape.width
-    outputs = 5 if shape.converted and not adapts and stage.objective != "align" else 4
+    outputs = 5 if shape.converted and lora is None and stage.objective != "align" else 4
     attention = outputs * hidden + number * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     attention += number * shape.pro_kept + (24 if shape.converted else 4) * shape.heads
+    if lora is not None:
+        attention += number * lora.rank * len(adapted(shape, lora))
     if stage.objective == "align":  # the MLPs only pass through
         return float(tokens * attention), tokens * float(attention + 4 * inner), float(tokens * 4 * inner)
     tile = tile_tokens(shape, stage)
