@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from retrofox.config import DataConfig, Recipe, Source
 from retrofox.config_values import kv_heads_of
-from retrofox.loading.base import load_base
+from retrofox.generation.generate import complete, end_tokens
 from retrofox.loading.device import PRECISIONS
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.files import stamps, write_whole
 from retrofox.support.report import check_folder, progress_bar
 
@@ -51,8 +51,8 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
     if not path.is_file():
         check_folder(data.cache_dir)  # before minutes of sampling
         opening, closing = turns_around_user(tokenizer)
-        model, _ = load_base(recipe.model, dtype=PRECISIONS[recipe.precision], device=device)
-        made = sample_conversations(model, tokenizer, count, opening, closing, progress)
+        opened = open_model(recipe.model, tokenizer=tokenizer, dtype=PRECISIONS[recipe.precision], device=device)
+        made = sample_conversations(opened, count, opening, closing, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
     weight = data.self_chat / (1 - data.self_chat) * sum(source.weight for source in data.train)
@@ -83,29 +83,29 @@ def turns_around_user(tokenizer: Any) -> tuple[str, str]:
 
 
 def sample_conversations(
-    model: Any, tokenizer: Any, count: int, opening: str, closing: str, progress: bool = True
+    opened: LoadedModel, count: int, opening: str, closing: str, progress: bool = True
 ) -> list[list[dict[str, str]]]:
     """`count` conversations of two turns, [{"role", "content"}, ...], at temperature 0.8 and top-p 0.95, seed 0.
 
     Raises:
         ValueError: fewer than one in eight conversations come to an end.
     """
-    rows = rows_at_a_time(model, count)
+    rows = rows_at_a_time(opened.model, count)
     made: list[list[dict[str, str]]] = []
     tried = 0
-    own = [model.device] if model.device.type == "cuda" else []  # not all of the machine's, which others may use
+    own = [opened.device] if opened.device.type == "cuda" else []  # not all of the machine's, which others may use
     with torch.random.fork_rng(own), progress_bar("conversations", progress) as bar:
         torch.manual_seed(0)
         task = bar.add_task("the model talks to itself", total=count)
         while len(made) < count:
             if tried >= 8 * max(len(made), rows):
                 raise ValueError(
-                    f"data.self_chat: of {tried} conversations that {model.config.name_or_path} began, it ended "
+                    f"data.self_chat: of {tried} conversations that {opened.source} began, it ended "
                     f"{len(made)}: it is hardly an instruct model; remove self_chat"
                 )
             tried += rows
-            asked = [text for text in _turn(model, tokenizer, [opening] * rows, USER_TOKENS) if text]
-            answers = _turn(model, tokenizer, [opening + text + closing for text in asked], ANSWER_TOKENS)
+            asked = [text for text in _turn(opened, [opening] * rows, USER_TOKENS) if text]
+            answers = _turn(opened, [opening + text + closing for text in asked], ANSWER_TOKENS)
             for text, answer in zip(asked, answers, strict=True):
                 if answer:
                     made.append([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
@@ -125,26 +125,12 @@ def rows_at_a_time(model: Any, count: int) -> int:
     return max(1, min(2 * count, room // (token_bytes * (USER_TOKENS + ANSWER_TOKENS)), 2048))
 
 
-@torch.no_grad()
-def _turn(model: Any, tokenizer: Any, prompts: Sequence[str], longest: int) -> list[str | None]:
+def _turn(opened: LoadedModel, prompts: Sequence[str], longest: int) -> list[str | None]:
     """What the model writes after each prompt; None where it did not end within `longest` tokens, or wrote nothing."""
     if not prompts:
         return []
-    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    tokenizer, ends = opened.tokenizer, end_tokens(opened)
     ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    width = max(map(len, ids))
-    padded = torch.tensor([[ends[0]] * (width - len(row)) + row for row in ids])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
-    sampling = GenerationConfig(
-        max_new_tokens=longest, do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0,
-        eos_token_id=ends, pad_token_id=ends[0],
-    )  # fmt: skip
-    written = model.generate(
-        input_ids=padded.to(model.device), attention_mask=mask.to(model.device), generation_config=sampling
-    )
-    texts: list[str | None] = []
-    for row in written[:, width:].tolist():
-        stop = next((n for n, token in enumerate(row) if token in ends), None)
-        texts.append(None if stop is None else tokenizer.decode(row[:stop], skip_special_tokens=True).strip() or None)
-    return texts
+    written = complete(opened, ids, longest, temperature=TEMPERATURE, top_p=TOP_P)
+    said = [tokenizer.decode(row[:-1], skip_special_tokens=True).strip() if row[-1] in ends else "" for row in written]
+    return [text or None for text in said]

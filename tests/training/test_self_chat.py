@@ -12,6 +12,7 @@ import torch
 
 from retrofox.config import Recipe
 from retrofox.data.prepare import prepare_data
+from retrofox.loading.loaded_model import open_model
 from retrofox.training import self_chat
 from retrofox.training.run_directory import claim_data
 from retrofox.training.self_chat import rows_at_a_time, sample_conversations, turns_around_user, with_self_chat
@@ -63,25 +64,25 @@ def test_a_cache_that_can_not_be_written_is_refused_before_they_are_made(
 ):
     (tmp_path / "file").write_text("")
     recipe = with_share(make_recipe(), 0.25, cache=str(tmp_path / "file"))
-    monkeypatch.delattr(self_chat, "load_base")
+    monkeypatch.delattr(self_chat, "open_model")
     with pytest.raises(ValueError, match="name another directory"):
         with_self_chat(recipe, pico_tokenizer, CPU, False)
 
 
 def test_texts_that_can_not_be_read_are_told_before_they_are_made(make_recipe, monkeypatch, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{no JSON")
-    monkeypatch.delattr(self_chat, "load_base")
+    monkeypatch.delattr(self_chat, "open_model")
     with pytest.raises(ValueError, match="not a line of JSON"):
         train(with_share(make_recipe(data={"train": [str(tmp_path / "bad.jsonl")]}), 0.25))
 
 
 def test_conversations_end_and_are_the_same_each_time(pico_llama, pico_tokenizer):
-    model, around = pico_llama(), turns_around_user(pico_tokenizer)
-    first = sample_conversations(model, pico_tokenizer, 5, *around, progress=False)
+    opened, around = open_model(pico_llama(), tokenizer=pico_tokenizer), turns_around_user(pico_tokenizer)
+    first = sample_conversations(opened, 5, *around, progress=False)
     assert len(first) == 5
     assert all([turn["role"] for turn in chat] == ["user", "assistant"] for chat in first)
     assert all(turn["content"] for chat in first for turn in chat)
-    assert sample_conversations(model, pico_tokenizer, 5, *around, progress=False) == first
+    assert sample_conversations(opened, 5, *around, progress=False) == first
 
 
 @pytest.mark.parametrize(("free", "rows"), [(70, 1536), (8, 256), (0, 1)])
@@ -96,8 +97,9 @@ def test_a_gpu_makes_as_many_together_as_its_free_memory_holds(monkeypatch, free
 def test_a_model_that_ends_no_turn_is_refused(pico_llama, pico_tokenizer, monkeypatch):
     monkeypatch.setattr(self_chat, "USER_TOKENS", 1)
     monkeypatch.setattr(self_chat, "ANSWER_TOKENS", 1)
+    opened = open_model(pico_llama(), tokenizer=pico_tokenizer)
     with pytest.raises(ValueError, match=r"hardly an instruct model; remove self_chat"):
-        sample_conversations(pico_llama(), pico_tokenizer, 5, *turns_around_user(pico_tokenizer), progress=False)
+        sample_conversations(opened, 5, *turns_around_user(pico_tokenizer), progress=False)
 
 
 def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_tokenizer, monkeypatch):
@@ -109,7 +111,7 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     assert texts == recipe.data.train
     assert chat.chat
     assert chat.weight / sum(source.weight for source in data.train) == pytest.approx(0.25)
-    monkeypatch.delattr(self_chat, "load_base")  # what is there is not made again
+    monkeypatch.delattr(self_chat, "open_model")  # what is there is not made again
     assert with_self_chat(recipe, pico_tokenizer, CPU, False) == data
     learnt = prepare_data(data, pico_tokenizer, progress=False).train.sources[-1]
     assert learnt.documents == 5
