@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,10 @@ def set_norm_gains(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
         rms[norm] = given[0].double().square().mean((0, 1, 3)).sqrt()
         return given[0]
 
-    hooks, training = [norm.register_forward_hook(aside) for norm in norms], model.training
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(model.train, model.training)
+        for norm in norms:
+            after.enter_context(norm.register_forward_hook(aside))
         model.eval()(input_ids=input_ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
     for norm in norms:
         norm.gain.copy_(rms[norm][:, None].to(norm.gain).expand_as(norm.gain))

@@ -13,6 +13,7 @@ alive; a layer's sliding window hides keys in the base too, so they count for ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,17 +134,15 @@ def hear_gates(
     def listen(layer: int) -> Any:
         return lambda _, __, log_f: heard.update({layer: log_f[0].cpu()})
 
-    gates = {n: attention.forget_gate for n, (_, attention) in enumerate(attentions(opened.model))}
-    hooks = [gate.register_forward_hook(listen(n)) for n, gate in gates.items() if gate is not None]
-    try:
-        with reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress):
-            for window in windows:
-                ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
-                inner_model(opened.model)(input_ids=ids, use_cache=False)
-                yield dict(heard)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for layer, (_, attention) in enumerate(attentions(opened.model)):
+            if attention.forget_gate is not None:
+                hooks.enter_context(attention.forget_gate.register_forward_hook(listen(layer)))
+        hooks.enter_context(reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress))
+        for window in windows:
+            ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
+            inner_model(opened.model)(input_ids=ids, use_cache=False)
+            yield dict(heard)
 
 
 def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:

@@ -137,12 +137,10 @@ def after_layers(model: Any, advance: Callable[[float], Any]) -> Iterator[None]:
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         advance(hidden.shape[1] / len(layers))
 
-    hooks = [layer.register_forward_hook(count) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(count))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -151,16 +151,11 @@ class Align:
         teachers = [module for _, module in attentions(original)]
         errors: list[torch.Tensor] = []
         shards = batch.get("shards")
-        hooks = [
-            module.register_forward_hook(_beside(student, errors, index in self.recomputed, shards), with_kwargs=True)
-            for index, (module, student) in enumerate(zip(teachers, students, strict=True))
-        ]
-        try:
-            with torch.no_grad(), original_form(original):
-                hidden_states(original, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks, torch.no_grad(), original_form(original):
+            for index, (module, student) in enumerate(zip(teachers, students, strict=True)):
+                beside = _beside(student, errors, index in self.recomputed, shards)
+                hooks.enter_context(module.register_forward_hook(beside, with_kwargs=True))
+            hidden_states(original, batch)
         # Summed like the other objectives' losses: one unit per target, so that packing does not change the weight.
         counts = (batch["targets"] >= 0).sum(1) if shards is None else shards.row_targets
         return torch.stack(errors).mean(0) @ counts.float(), errors[0].new_zeros(0)
