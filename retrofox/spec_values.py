@@ -36,9 +36,14 @@ def check_number(name: str, value: Any) -> None:
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raises ValueError for a name that is not allowed, with the nearest one that is."""
     if value not in (known := tuple(allowed)):
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}{hint}")
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}{hint and f' ({hint})'}")
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """A question with the nearest of the known names; "" where none is near."""
+    near = difflib.get_close_matches(str(given), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def parts_of(value: Any, known: tuple[str, ...], *more: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from retrofox.config.recipe import Recipe
 from retrofox.config.shipped import recipe_file
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
 from retrofox.fox_spec import PRESETS
-from retrofox.spec_values import TOKENS
+from retrofox.spec_values import TOKENS, did_you_mean
 from retrofox.support.counts import PATTERN
 from retrofox.support.files import text_of
 
@@ -76,11 +75,6 @@ _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")
 """Names pydantic puts into an error's place for the branch of a union: not keys of the recipe."""
 
 
-def _shown(given: object) -> str:
-    text = repr(given)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _lines(errors: Sequence[Any]) -> list[str]:
     """A line for each key with errors; a value that is none of several kinds has an error for each kind."""
     lines: dict[str, str] = {}
@@ -94,7 +88,8 @@ def _explain(item: Any) -> tuple[str, str]:
     """One pydantic error as the key of the recipe and a sentence: what was given, what is allowed."""
     place, section = _trace(item["loc"])
     kind, given, context = item["type"], item["input"], item.get("ctx", {})
-    shown = _shown(given)
+    shown = repr(given)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if kind == "union_tag_not_found":
         return ".".join([*place, context["discriminator"].strip("'")]), "required key is missing"
     if kind == "union_tag_invalid":
@@ -105,11 +100,11 @@ def _explain(item: Any) -> tuple[str, str]:
         return key, "required key is missing"
     if kind == "extra_forbidden":
         known = list(section.model_fields)
-        hint = section.hints.get(place[-1]) or _only_with(place[-1], section) or _did_you_mean(place[-1], known)
+        hint = section.hints.get(place[-1]) or _only_with(place[-1], section) or did_you_mean(place[-1], known)
         return key, f"unknown key, given {shown}{hint and f' ({hint})'}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
         allowed = context["expected"]
-        hint = _did_you_mean(given, re.findall(r"'([^']*)'", allowed))
+        hint = did_you_mean(given, re.findall(r"'([^']*)'", allowed))
         return key, f"given {shown}, allowed {allowed}{hint and f' ({hint})'}"
     message = item["msg"].removeprefix("Value error, ")
     return key, message[0].lower() + message[1:] + ("" if kind == "value_error" else f", given {shown}")
@@ -121,11 +116,6 @@ def _only_with(key: str, section: type[Section]) -> str:
     having = [kind for kind in kinds if section in kinds and key in kind.model_fields]
     objectives = [name for kind in having for name in get_args(kind.model_fields["objective"].annotation)]
     return f"only with objective {' or '.join(objectives)}" if objectives else ""
-
-
-def _did_you_mean(given: object, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(given), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from retrofox.spec_values import did_you_mean
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
 
@@ -52,11 +53,10 @@ def named(name: str) -> ShippedRecipe:
     wanted = name.removesuffix(".yaml").removeprefix("recipes/")
     recipes = {recipe.name: recipe for recipe in shipped()}
     if wanted not in recipes:
-        near = difflib.get_close_matches(wanted, recipes, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(wanted, recipes)
         raise FileNotFoundError(
-            f"no recipe at {name}, and none of this name ships{hint}: give the path of a YAML file, or one of "
-            f"{', '.join(recipes)}"
+            f"no recipe at {name}, and none of this name ships{hint and f' ({hint})'}: give the path of a YAML "
+            f"file, or one of {', '.join(recipes)}"
         )
     return recipes[wanted]
 
