@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from retrofox.data.pack import pack
-from retrofox.data.sampler import Mixture, Order
+from retrofox.data.sampler import Mixture
 from retrofox.data.shards import Manifest, PreparedSource
 
 IGNORE = -100
@@ -98,13 +98,10 @@ class PackedDataset(torch.utils.data.Dataset):
         self.packings = [pack(tokens.bounds, sequence_length, tokens.source.path) for tokens in self.tokens]
         counts = [len(packing) for packing in self.packings]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        if len(counts) == 1:
-            self.order: Order | Mixture = Order(counts[0], seed)
-        else:
-            # Weights are shares of tokens: windows of a source that fills them less must come more often.
-            weights = [float(tokens.source.weight) for tokens in self.tokens]
-            shares = [w * n / p.tokens for w, n, p in zip(weights, counts, self.packings, strict=True)]
-            self.order = Mixture(counts, shares, seed)
+        # Weights are shares of tokens: windows of a source that fills them less must come more often.
+        weights = [float(tokens.source.weight) for tokens in self.tokens]
+        shares = [w * n / p.tokens for w, n, p in zip(weights, counts, self.packings, strict=True)]
+        self.order = Mixture(counts, shares, seed)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -177,11 +174,8 @@ def collate(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     return result
 
 
-def next_token_targets(
-    input_ids: torch.Tensor, labels: torch.Tensor | None, position_ids: torch.Tensor
-) -> torch.Tensor:
-    """Targets (B, T) int64: the next token of the same document, IGNORE where there is none or its label is IGNORE."""
-    following = input_ids if labels is None else labels
-    targets = torch.full_like(input_ids, IGNORE)
-    targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
+def next_token_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Targets (B, T) int64: the next label of the same document, IGNORE where there is none."""
+    targets = torch.full_like(labels, IGNORE)
+    targets[:, :-1] = labels[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
     return targets

@@ -71,10 +71,6 @@ class Order:
         epoch, position = np.divmod(numbers, self.n)
         return permute(position, self.n, _keys(self.seed, self.stream, epoch))
 
-    def epochs(self, samples: int) -> float:
-        """How many times so many samples go through them all."""
-        return samples / self.n
-
 
 class Mixture:
     """Windows of several sources in given shares: exact in the limit, and in every block up to rounding.
@@ -143,7 +139,7 @@ class StepSampler:
     the same for every world that has the same global batch. Serves as a DataLoader's `batch_sampler`.
     """
 
-    def __init__(self, order: Order | Mixture, batch_size: int, consumed: int = 0, rank: int = 0, world: int = 1):
+    def __init__(self, order: Mixture, batch_size: int, consumed: int = 0, rank: int = 0, world: int = 1):
         assert batch_size > 0
         assert 0 <= rank < world
         self.order, self.batch_size, self.consumed = order, batch_size, consumed

@@ -87,8 +87,7 @@ def _leave_signals(worker: int) -> None:
 def collate_with_targets(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """A batch with `targets` (B, T), the next token of the same document, and their number `num_targets`."""
     batch: dict[str, Any] = collate(rows)
-    labels = batch.pop("labels")
-    batch["targets"] = next_token_targets(batch["input_ids"], labels, batch["position_ids"])
+    batch["targets"] = next_token_targets(batch.pop("labels"), batch["position_ids"])
     batch["num_targets"] = int((batch["targets"] >= 0).sum())
     return batch
 

@@ -80,7 +80,7 @@ def test_shares_hold_and_each_source_is_permuted(parts, seed):
 )
 def test_a_run_on_changing_worlds_consumes_exactly_the_order(counts, runs, data):
     """Each interruption may change the number of processes and the micro-batch; a step stays 24 windows."""
-    order = Order(counts[0], 3) if len(counts) == 1 else Mixture(counts, [1.0, 0.3, 2.5][: len(counts)], 3)
+    order = Mixture(counts, [1.0, 0.3, 2.5][: len(counts)], 3)
     consumed, seen = 0, []
     for world, steps in runs:
         micro = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12, 24) if 24 % (world * m) == 0]))

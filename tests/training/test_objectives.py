@@ -30,7 +30,7 @@ def batch():
     ids = torch.randint(2, 280, (2, 24))
     positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(2, -1)
     cu_seqlens = torch.tensor([0, 15, 24, 39, 48], dtype=torch.int32)
-    targets = next_token_targets(ids, None, positions)
+    targets = next_token_targets(ids, positions)
     return {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens, "targets": targets}
 
 
@@ -56,9 +56,9 @@ def gradients(model, loss):
 def test_targets_stay_inside_documents_and_honour_labels():
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    assert next_token_targets(ids, None, positions).tolist() == [[6, 7, IGNORE, 9, IGNORE]]
+    assert next_token_targets(ids, positions).tolist() == [[6, 7, IGNORE, 9, IGNORE]]
     labels = torch.tensor([[IGNORE, 6, IGNORE, IGNORE, 9]])
-    assert next_token_targets(ids, labels, positions).tolist() == [[6, IGNORE, IGNORE, 9, IGNORE]]
+    assert next_token_targets(labels, positions).tolist() == [[6, IGNORE, IGNORE, 9, IGNORE]]
 
 
 @pytest.mark.parametrize("tied", [False, True])
