@@ -32,15 +32,13 @@ class Clock:
         """Starts a new window at a step."""
         self.step, self.time = step, time.perf_counter()
 
-    def memory(self) -> int:
-        """Bytes: a GPU's peak; on a CPU the memory in use: its peak may date from before the loop."""
-        return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
-
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
         """Speed, memory and time left since the last reading, and MFU where it is known."""
         elapsed = max(1e-9, time.perf_counter() - self.time)
         speed = (step - self.step) * self.batch_tokens / elapsed
-        found = {"tokens_per_second": speed, "memory_gb": self.memory() / 1e9}
+        # On a CPU the memory in use: its peak may date from before the loop.
+        memory = peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
+        found = {"tokens_per_second": speed, "memory_gb": memory / 1e9}
         if speed > 0:
             found["eta_seconds"] = (max_steps - step) * self.batch_tokens / speed
         if (mfu := self.mfu(speed, world_size)) is not None:

@@ -13,16 +13,13 @@ import torch
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
-from retrofox.data.packed import IGNORE
+from retrofox.data.packed import next_token_targets
 from retrofox.loading.device import PRECISIONS, resolve_device
-from retrofox.planning.hours import flops_per_token
-from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
-from retrofox.training.log import Clock
 from retrofox.training.model import built, lower_frozen, trained_config
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
@@ -111,15 +108,13 @@ def measure_steps(
     world = processes()
     batch_tokens = tokens_per_step(stage, world)
     micro_batches = accumulation(stage, batch_tokens, world)
-    shape = known_shape(causal_lm(model).config)
-    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe.lora, stage), device)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, stage, Path(folder), steps, micro_batches)
         settings.save_strategy = type(settings.save_strategy)("no")
         run = Run(recipe, Path(folder), [batch_tokens], Interruptions("nothing is saved"))
         objective = stage_objective(model, stage, device, teacher)
         data = data or RandomData(stage, causal_lm(model).config.vocab_size, documents)
-        trainer = FoxTrainer(model, settings, run, 0, objective, data, clock)
+        trainer = FoxTrainer(model, settings, run, 0, objective, data)
         with repeatable(recipe.deterministic):
             trainer.train()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
@@ -128,7 +123,7 @@ def measure_steps(
         "tokens_per_second": speed,
         "seconds_per_step": batch_tokens / speed,
         "peak_memory_gb": (peak_bytes(device) - (before if device.type == "cpu" else 0.0)) / 1e9,
-        "mfu": clock.mfu(speed, world),
+        "mfu": trainer.clock.mfu(speed, world),
     }
     trainer.release()
     trainer.accelerator.free_memory()
@@ -158,11 +153,9 @@ class RandomData:
         positions = torch.arange(length) % max(1, length // self.documents)
         while True:
             ids = torch.randint(0, self.vocabulary, (rows, length))
-            targets = torch.full_like(ids, IGNORE)
-            targets[:, :-1] = ids[:, 1:]
-            targets[:, :-1][:, positions[1:] == 0] = IGNORE
-            batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
+            batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1)}
+            batch["targets"] = next_token_targets(ids, batch["position_ids"])
             if self.documents > 1:
                 first = torch.arange(rows * length)[positions.repeat(rows) == 0]
                 batch["cu_seqlens"] = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
-            yield {**batch, "num_targets": int((targets >= 0).sum())}
+            yield {**batch, "num_targets": int((batch["targets"] >= 0).sum())}

@@ -21,8 +21,6 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import readers_of, split_of
 from retrofox.parallel.mesh import build_mesh
-from retrofox.planning.hours import flops_per_token
-from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
@@ -30,7 +28,6 @@ from retrofox.training.arguments import arguments
 from retrofox.training.data import StageData
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export
-from retrofox.training.log import Clock
 from retrofox.training.model import build_model, resolve_source
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
@@ -160,11 +157,9 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
         + ("" if mesh is None else f"; rows shared by {split.context}: {split}"),
     )
-    shape = known_shape(causal_lm(model).config)
-    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe.lora, stage), state.device)
     accumulated = accumulation(stage, batch_tokens, readers_of(recipe.parallel, state.num_processes))
     settings = arguments(recipe, stage, run.folder(number), steps, accumulated)
-    return FoxTrainer(model, settings, run, number, objective, data, clock)
+    return FoxTrainer(model, settings, run, number, objective, data)
 
 
 def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import BudgetedStage, Stage
 from retrofox.loading.adapter import WEIGHTS
 from retrofox.parallel.shards import Shards
+from retrofox.planning.hours import flops_per_token
+from retrofox.planning.shape import known_shape
 from retrofox.support.report import progress_bar
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
@@ -45,13 +47,10 @@ class FoxTrainer(Trainer):
         data: a `StageData`, or what has its `batches`, `held_out` and `mesh`, where nothing is saved.
     """
 
-    def __init__(
-        self, model: Any, args: TrainingArguments, run: Run, number: int, objective: Any, data: Any, clock: Clock
-    ):
+    def __init__(self, model: Any, args: TrainingArguments, run: Run, number: int, objective: Any, data: Any):
         recipe, stage = run.recipe, run.recipe.stages[number]
         self.run, self.number, self.stage, self.batch_tokens = run, number, stage, run.batch_tokens[number]
-        self.objective = objective
-        self.data, self.clock = data, clock
+        self.objective, self.data = objective, data
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
         self.guard = Guard(stage.spike_factor, Path(str(args.output_dir)))
@@ -63,6 +62,9 @@ class FoxTrainer(Trainer):
         for builtin in (PrinterCallback, ProgressCallback):
             self.remove_callback(builtin)
         lm = causal_lm(model)
+        shape = known_shape(lm.config)
+        flops = None if shape is None else flops_per_token(shape, recipe.lora, stage)
+        self.clock = Clock(self.batch_tokens, flops, args.device)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), data.mesh)
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         signals = Signals(args.world_size, run.interruptions)
