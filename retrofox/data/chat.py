@@ -85,7 +85,8 @@ class ChatEncoder:
                 continue
             before = self._render(messages[:number], name, add_generation_prompt=True)
             after = self._render(messages[: number + 1], name)
-            stop = len(after.rstrip()) if text.startswith(after) else self._next_special(text, len(before))
+            mark = self.literal.search(text, len(before))  # the first special token after it
+            stop = len(after.rstrip()) if text.startswith(after) else mark and mark.end()
             if not text.startswith(before) or stop is None:
                 raise ValueError(
                     f"{name}: the chat template writes message {number + 1} otherwise when more follow, so the "
@@ -103,11 +104,6 @@ class ChatEncoder:
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{name}: the chat template refuses these messages: {error}") from None
-
-    def _next_special(self, text: str, start: int) -> int | None:
-        """Where the first special token after `start` ends; None where there is none."""
-        found = self.literal.search(text, start)
-        return None if found is None else found.end()
 
     def _ends_with_special(self, text: str) -> bool:
         return any(m.end() == len(text) for m in self.literal.finditer(text))

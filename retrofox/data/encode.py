@@ -75,15 +75,13 @@ class Encoder:
         if self.chat is not None:
             return [self._conversation(record, self.chat) for record in records]
         texts = [record.value for record in records]
+        share, questions = self.reading.fact_share, self.reading.questions
         filled = [number for number, text in enumerate(texts) if text.strip()]
         found = [Encoded(np.empty(0, dtype=self.dtype))] * len(texts)
-        for number, tokens in zip(filled, self.encode([self._with_facts(texts[n]) for n in filled]), strict=True):
+        told = [with_facts(texts[n], share, questions) if share else texts[n] for n in filled]
+        for number, tokens in zip(filled, self.encode(told), strict=True):
             found[number] = Encoded(tokens, literals=self._literals(texts[number]))
         return found
-
-    def _with_facts(self, text: str) -> str:
-        share = self.reading.fact_share
-        return with_facts(text, share, self.reading.questions) if share else text
 
     def _conversation(self, record: Record, chat: ChatEncoder) -> Encoded:
         ids, learnt = chat(record.value, record.name) if record.value else ([], [])

@@ -106,6 +106,7 @@ def inspect(
         live, decay = measure_live_share(opened, windows, horizon, lengths, progress)
     heads = [head for layer, gate in gates.items() for head in _heads(layer, gate, decay[layer], length, trained)]
     _require_finite(heads, opened.source)
+    kinds = {kind: sum(head["kind"] == kind for head in heads) for kind in ("local", "medium", "global")}
     result: dict[str, Any] = {
         "model": opened.source,
         "names": {"model": opened.name},
@@ -117,7 +118,7 @@ def inspect(
         "tokens": tokens,
         "heads": heads,
         "layers": len([*attentions(opened.model)]),
-        "summary": _summary(heads),
+        "summary": {"heads": len(heads), **kinds, "dead": sum(head["dead"] for head in heads)},
         "environment": environment(),
         "files": {},
     }
@@ -178,11 +179,6 @@ def _kind(half_life: float | None, trained: int) -> str:
     if half_life is None or half_life >= trained:
         return "global"
     return "local" if half_life < trained / 16 else "medium"
-
-
-def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, int]:
-    kinds = {kind: sum(h["kind"] == kind for h in heads) for kind in ("local", "medium", "global")}
-    return {"heads": len(heads), **kinds, "dead": sum(h["dead"] for h in heads)}
 
 
 def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> list[list[float]] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,11 @@ def load_base(
             where, dtype=dtype or "auto", output_loading_info=True, **options
         )
         model, loaded = both
-    refuse_missing(source, loaded["missing_keys"])
+    if lost := sorted(loaded["missing_keys"]):
+        raise ValueError(
+            f"{source} lacks {len(lost)} of its model's tensors, such as {lost[0]}: it would run with random numbers "
+            "in their place; download it again, or save the whole model with its head"
+        )
     if "gguf_file" in options:
         refuse_unread_tensors(source, model)
     if has_softcap(model.config):
@@ -61,13 +64,3 @@ def load_base(
         vars(model).update(hf_quantizer=None, is_quantized=False)
     tokenizer = load_tokenizer(source, revision=revision)
     return (model if device is None else model.to(device)), tokenizer
-
-
-def refuse_missing(source: object, missing: Iterable[str]) -> None:
-    """Raises ValueError, by name, where a model has tensors that its files lack: it would run with random ones."""
-    lost = sorted(missing)
-    if lost:
-        raise ValueError(
-            f"{source} lacks {len(lost)} of its model's tensors, such as {lost[0]}: it would run with random numbers "
-            "in their place; download it again, or save the whole model with its head"
-        )

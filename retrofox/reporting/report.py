@@ -75,7 +75,9 @@ def report(
     started = time.time()
     sizes = {"length": length, "max_documents": max_documents, "trials": trials}
     chosen = choose_suite(suite, resolve_device(device).type == "cpu", **sizes, tasks=tasks)
-    folder = Path(out) if out is not None else _folder_in(os.fspath(model))
+    if out is None and not (Path(model).is_dir() and holds_converted(os.fspath(model))):
+        raise ValueError(f"name a folder for the report (--out): {model} is no directory of a converted model for it")
+    folder = Path(model) / "report" if out is None else Path(out)
     compared = compare(model, listed(against), listed(data), folder, dtype=dtype, device=device)
     refuse_without_tasks(chosen.tasks, include_path=include_path, limit=limit)
     asked = Asked(
@@ -122,12 +124,6 @@ def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) ->
     except ValueError:
         return 2  # none is so long; what else is wrong with the texts each part says
     return suite.length if len(found) == suite.documents else 2
-
-
-def _folder_in(model: str) -> Path:
-    if Path(model).is_dir() and holds_converted(model):
-        return Path(model) / "report"
-    raise ValueError(f"name a folder for the report (--out): {model} is no directory of a converted model to put it in")
 
 
 def _run_all(

@@ -50,12 +50,8 @@ def attend_by_document(
     return torch.cat([torch.cat(documents, 1) for documents in per_row]), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask of a model that attends by document: there is none."""
-
-
 AttentionInterface.register(NAME, attend_by_document)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # there is no mask
 
 
 def attends_by_document(model: Any) -> bool:
