@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import stage_of
+from retrofox.config import ExtendStage
 from retrofox.data.packed import IGNORE
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
@@ -300,7 +300,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
     """Forward and backward of the model over shared rows, one a group, beside a whole row on each GPU."""
     split = degrees(bench.context, bench.shape["num_key_value_heads"])
     mesh, model = bench.mesh(split), model_of(bench, case, length)
-    stage = stage_of({"objective": "extend", "tokens": length, "sequence_length": length})
+    stage = ExtendStage.model_validate({"objective": "extend", "tokens": length, "sequence_length": length})
     step = Step(model, Extend(model, stage, bench.device), bench.cuda)
     whole = batch_of(bench, case, length)
     part = cut(whole, split, mesh.rank)

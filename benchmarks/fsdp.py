@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import stage_of
+from retrofox.config import ExtendStage
 from retrofox.data.packed import IGNORE
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import Extend
@@ -72,7 +72,7 @@ class Cell:
         model: Any = retrofox.convert(base, fox=spec).to(self.device).train()
         model.config.use_cache = False
         tokens = max(options.tokens, window)
-        stage = stage_of(
+        stage = ExtendStage.model_validate(
             {"objective": "extend", "tokens": tokens, "sequence_length": window, "cross_entropy": "chunked"}
         )
         set_trainable(model, stage)

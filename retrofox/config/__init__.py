@@ -22,4 +22,3 @@ from retrofox.config.stage import DistillStage as DistillStage
 from retrofox.config.stage import ExtendStage as ExtendStage
 from retrofox.config.stage import Stage as Stage
 from retrofox.config.stage import TaughtStage as TaughtStage
-from retrofox.config.stage import stage_of as stage_of

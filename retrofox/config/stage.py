@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
 
@@ -161,13 +161,3 @@ class ExtendStage(BudgetedStage):
 
 
 AnyStage = Annotated[AlignStage | DistillStage | ExtendStage, Field(discriminator="objective")]
-_ADAPTER: TypeAdapter[Stage] = TypeAdapter(AnyStage)
-
-
-def stage_of(values: dict[str, Any]) -> Any:
-    """The stage of plain values, of its objective's type.
-
-    Raises:
-        pydantic.ValidationError: a value outside its range, or a field of another objective.
-    """
-    return _ADAPTER.validate_python(values)

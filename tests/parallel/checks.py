@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fox_kernels import choose_backend
+from pydantic import TypeAdapter
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
-from retrofox.config import stage_of
+from retrofox.config.stage import AnyStage
 from retrofox.data.packed import IGNORE
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees
@@ -140,7 +141,7 @@ def model_of(family: str, config: dict[str, Any], spec: dict[str, Any]) -> Any:
 def training(meshes: list[Mesh], name: str, documents: list[int] | None, skip: int = 0) -> None:
     """Loss and gradients of an objective: the sum over the processes beside one process's."""
     family, config, spec, settings = MODELS[name]
-    stage = stage_of({"tokens": 128, "sequence_length": 64, **settings})
+    stage = TypeAdapter(AnyStage).validate_python({"tokens": 128, "sequence_length": 64, **settings})
     model, batch = model_of(family, config, spec), batch_of(64, documents, skip)
     set_trainable(model, stage)
     save_memory(model, stage)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.config import stage_of, validate
+from retrofox.config import ExtendStage, validate
 from retrofox.planning.memory import Setting, memory
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
@@ -40,7 +40,7 @@ def model(pico_llama):
 
 def step(model, tokens, **switches):
     """(loss, gradients, peak bytes above the model) of a forward and backward."""
-    stage = stage_of({"objective": "extend", "tokens": tokens, "sequence_length": tokens, **switches})
+    stage = ExtendStage.model_validate({"objective": "extend", "tokens": tokens, "sequence_length": tokens, **switches})
     save_memory(model, stage)
     model.zero_grad(set_to_none=True)
     objective = Extend(model, stage, torch.device("cuda"))

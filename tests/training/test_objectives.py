@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofox.anatomy import attention_mode, attentions, inner_model
-from retrofox.config import LoraConfig, stage_of
+from retrofox.config import LoraConfig
+from retrofox.config.stage import AnyStage
 from retrofox.data.packed import IGNORE, next_token_targets
 from retrofox.training.chunked_loss import choose_cross_entropy, is_plain_head
 from retrofox.training.lora import add_adapters
@@ -21,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def stage(objective: str, **values) -> Any:
-    return stage_of({"objective": objective, "tokens": 10, "sequence_length": 5, **values})
+    return TypeAdapter(AnyStage).validate_python({"objective": objective, "tokens": 10, "sequence_length": 5, **values})
 
 
 @pytest.fixture

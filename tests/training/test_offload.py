@@ -6,9 +6,10 @@ import weakref
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from retrofox.anatomy import decoder_layers
-from retrofox.config import stage_of
+from retrofox.config.stage import AnyStage
 from retrofox.training.model_tweaks import recompute
 from retrofox.training.objectives import stage_objective
 from retrofox.training.offload import Offload
@@ -30,7 +31,7 @@ def loss_of(model, objective="extend"):
         "cu_seqlens": torch.arange(0, 81, 20, dtype=torch.int32),
         "targets": ids,
     }
-    stage = stage_of({**STAGE, "objective": objective})
+    stage = TypeAdapter(AnyStage).validate_python({**STAGE, "objective": objective})
     return stage_objective(model, stage, torch.device("cpu"))(model, batch)[0]
 
 

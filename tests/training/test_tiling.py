@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.anatomy import decoder_layers
-from retrofox.config import LoraConfig, stage_of
+from retrofox.config import ExtendStage, LoraConfig
 from retrofox.training.lora import add_adapters
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.objectives import Extend
@@ -36,7 +36,7 @@ def batch(tokens=40, rows=1):
 
 def gradients(model, autocast=False, **switches):
     """(loss, gradients by name) of one step with these switches, the model left as it was."""
-    stage = stage_of({**STAGE, **switches})
+    stage = ExtendStage.model_validate({**STAGE, **switches})
     save_memory(model, stage)
     model.train().zero_grad(set_to_none=True)
     torch.manual_seed(5)  # for dropout
@@ -44,7 +44,7 @@ def gradients(model, autocast=False, **switches):
         loss = Extend(model, stage, torch.device("cpu"))(model, batch(rows=2))[0]
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    save_memory(model, stage_of(STAGE))
+    save_memory(model, ExtendStage.model_validate(STAGE))
     return loss.detach(), found
 
 
@@ -134,8 +134,8 @@ def test_only_the_input_is_kept(pico_fox):
             kept.append(x.shape)
             return x
 
-        save_memory(model, stage_of({**STAGE, "tiled_mlp": tile}))
-        objective = Extend(model, stage_of(STAGE), torch.device("cpu"))
+        save_memory(model, ExtendStage.model_validate({**STAGE, "tiled_mlp": tile}))
+        objective = Extend(model, ExtendStage.model_validate(STAGE), torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             objective(model, batch())
         assert any(len(shape) == 3 and shape[-1] == 48 for shape in kept) == wide

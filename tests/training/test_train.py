@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.config import stage_of
+from retrofox.config import ExtendStage
 from retrofox.data.prepare import prepare_data
 from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.steps import accumulation, count_steps
@@ -29,7 +29,7 @@ WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
 
 
 def make_stage(**values) -> Any:
-    return stage_of({"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
+    return ExtendStage.model_validate({"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
 
 
 @pytest.fixture
