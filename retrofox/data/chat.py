@@ -7,10 +7,12 @@ end mark (such as <|im_end|>) included. Special tokens spelled out in a message 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrofox.data.backend import backend, special_literals
 from retrofox.data.read import Messages
+from retrofox.loading.errors import first_line
 
 VERSION = 1
 """Part of a shard's identity: change it when the tokens or marks of conversations change."""
@@ -55,8 +57,10 @@ class ChatEncoder:
                 # A token across the start, such as " it" after "assistant: ", is one that the assistant writes.
                 learnt.append(any(at + begin < stop and at + end > start for start, stop in turns))
             at += len(piece)
-        ends = turns and turns[-1][1] >= len(text.rstrip()) and not self._ends_with_special(text.rstrip())
-        if ends and self.eos is not None:  # a template without an end mark would teach the model never to end
+        spoken = text.rstrip()
+        marked = any(mark.end() == len(spoken) for mark in self.literal.finditer(spoken))
+        if turns and turns[-1][1] >= len(spoken) and not marked and self.eos is not None:
+            # A template without an end mark would teach the model never to end.
             ids, learnt = [*ids, self.eos], [*learnt, True]
         return ids, learnt
 
@@ -78,13 +82,14 @@ class ChatEncoder:
 
     def _rendered(self, messages: Messages, name: str) -> tuple[str, list[tuple[int, int]]]:
         """The conversation's text, and (start, stop) of the assistant's turns in it."""
-        text = self._render(messages, name)
+        about = f"{name}: the chat template refuses these messages"
+        text = rendered(self.tokenizer, messages, about, prompts=False)
         turns = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:
                 continue
-            before = self._render(messages[:number], name, add_generation_prompt=True)
-            after = self._render(messages[: number + 1], name)
+            before = rendered(self.tokenizer, messages[:number], about)
+            after = rendered(self.tokenizer, messages[: number + 1], about, prompts=False)
             mark = self.literal.search(text, len(before))  # the first special token after it
             stop = len(after.rstrip()) if text.startswith(after) else mark and mark.end()
             if not text.startswith(before) or stop is None:
@@ -95,15 +100,14 @@ class ChatEncoder:
             turns.append((len(before), stop))
         return text, turns
 
-    def _render(self, messages: Messages, name: str, add_generation_prompt: bool = False) -> str:
-        from jinja2.exceptions import TemplateError
 
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"{name}: the chat template refuses these messages: {error}") from None
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], about: str, *, prompts: bool = True) -> str:
+    """A conversation's text by the tokenizer's chat template; `prompts`: with what comes before the answer.
 
-    def _ends_with_special(self, text: str) -> bool:
-        return any(m.end() == len(text) for m in self.literal.finditer(text))
+    Raises:
+        ValueError: the template can't render it; the text begins with `about`.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False)
+    except Exception as error:  # whatever an expression in it may raise
+        raise ValueError(f"{about}: {first_line(error)}") from error

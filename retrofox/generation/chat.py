@@ -116,14 +116,8 @@ def chat(
         meter = Meter(end_tokens(opened), writer)
         started = time.perf_counter()
         try:
-            session.reply(
-                text,
-                max_new_tokens,
-                meter,
-                temperature=temperature,
-                top_p=top_p,
-                seed=None if seed is None else seed + turn,
-            )
+            own = None if seed is None else seed + turn
+            session.reply(text, max_new_tokens, meter, temperature=temperature, top_p=top_p, seed=own)
         except KeyboardInterrupt:
             print("\n(stopped)", file=sys.stderr)
             continue

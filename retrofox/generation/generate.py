@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.config_values import depends_on_length
+from retrofox.data.chat import rendered
 from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
-from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.model.modeling_fox import CACHE
 from retrofox.support.report import reading_bar
@@ -81,18 +81,9 @@ def generate(
     meter = Meter(end_tokens(opened), writer)
     kept = new_cache(opened.model, cache)
     started = time.perf_counter()
-    generated = complete(
-        opened,
-        token_ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        cache=kept,
-        ignore_eos=ignore_eos,
-        streamer=meter,
-        unread=max(map(len, token_ids)) if stream else 0,
-    )
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "ignore_eos": ignore_eos}
+    unread = max(map(len, token_ids)) if stream else 0
+    generated = complete(opened, token_ids, max_new_tokens, **sampling, cache=kept, streamer=meter, unread=unread)
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
     if writer is not None:
@@ -252,8 +243,5 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     roles = ", ".join(message["role"] for message in messages)
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # whatever an expression in it may raise
-        raise ValueError(f"the chat template can't render messages of {roles}: {first_line(error)}") from error
+    text = rendered(tokenizer, messages, f"the chat template can't render messages of {roles}")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

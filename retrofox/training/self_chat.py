@@ -16,6 +16,7 @@ import torch
 
 from retrofox.config import DataConfig, Recipe, Source
 from retrofox.config_values import kv_heads_of
+from retrofox.data.chat import rendered
 from retrofox.generation.generate import complete, end_tokens
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.loaded_model import LoadedModel, open_model
@@ -65,17 +66,12 @@ def turns_around_user(tokenizer: Any) -> tuple[str, str]:
     Raises:
         ValueError: there is no template, or it refuses or changes what the user says, or no token ends a turn.
     """
-    from jinja2.exceptions import TemplateError
-
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("data.self_chat: without a chat template the model is no instruct model: remove self_chat")
     if tokenizer.eos_token_id is None:
         raise ValueError("data.self_chat: the tokenizer names no token that ends a turn: remove self_chat")
     message = [{"role": "user", "content": _USER}]
-    try:
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(f"data.self_chat: the chat template refuses a user's turn: {error}") from None
+    text = rendered(tokenizer, message, "data.self_chat: the chat template refuses a user's turn")
     opening, found, closing = text.partition(_USER)
     if not found:
         raise ValueError("data.self_chat: the chat template changes what the user says: remove self_chat")
