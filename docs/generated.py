@@ -23,7 +23,7 @@ from figures import table
 
 from retrofox.cli.app import app
 from retrofox.config import schema
-from retrofox.config.shipped import shipped
+from retrofox.config.shipped import shipped, summary
 from retrofox.fox_spec import PRESETS, FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -171,7 +171,7 @@ def presets() -> str:
 
 def shipped_recipes() -> str:
     """The recipes and launch files that ship, a line each, as `retrofox recipes ls` has them."""
-    rows = [[f"`{recipe.name}`", *recipe.row()] for recipe in shipped()]
+    rows = [[f"`{name}`", *summary(file)] for name, file in shipped().items()]
     recipes = [row[:4] for row in rows if len(row) > 2]
     launches = [row for row in rows if len(row) == 2]
     header = ["recipe", "for", "GPUs", "time"]

@@ -18,9 +18,9 @@ Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` giv
 @app.command("ls")
 def ls() -> None:
     """Lists the recipes and the launch files for several GPUs: what for, GPUs, time, model. `show` has the rest."""
-    from retrofox.config.shipped import shipped
+    from retrofox.config.shipped import shipped, summary
 
-    rows = [[recipe.name, *recipe.row()] for recipe in shipped()]
+    rows = [[name, *summary(file)] for name, file in shipped().items()]
     padded = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*padded, fillvalue="")]
     for row in rows:
@@ -32,7 +32,7 @@ def show(name: Name) -> None:
     """Prints a recipe."""
     from retrofox.config.shipped import named
 
-    print(named(name).text, end="")
+    print(named(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command("cp")

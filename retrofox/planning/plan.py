@@ -276,15 +276,15 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
 def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:
     """Names of the shipped recipes that this many devices hold, every stage of them."""
     found = []
-    for entry in shipped():
-        if "/" in entry.name:  # launch files
+    for name, file in shipped().items():
+        if "/" in name:  # launch files
             continue
-        recipe = load_recipe(entry.file)
+        recipe = load_recipe(file)
         config = KNOWN.get(recipe.model.removesuffix("-Instruct"))
         if config is None:
             continue
         shape = shape_of(config, recipe.fox)
         setting = _setting(shape, recipe, on, gpus, None)
         if all(fits(shape, recipe, stage, on, setting) for stage in recipe.stages):
-            found.append(entry.name)
+            found.append(name)
     return found

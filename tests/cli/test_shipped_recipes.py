@@ -15,7 +15,7 @@ def test_the_package_has_every_recipe_and_declares_it_for_the_wheel():
     there = sorted(file.relative_to(ROOT / "recipes") for file in (ROOT / "recipes").rglob("*.yaml"))
     declared = [file for pattern in ("*.yaml", "*/*.yaml") for file in HOME.glob(pattern)]
     assert sorted(file.relative_to(HOME) for file in declared) == there
-    assert sorted(Path(f"{recipe.name}.yaml") for recipe in shipped()) == there
+    assert sorted(Path(f"{name}.yaml") for name in shipped()) == there
     package_data = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{HOME.name}/{pattern}"' in package_data for pattern in ("*.yaml", "*/*.yaml"))
 
@@ -24,7 +24,7 @@ def test_ls_says_what_each_is_for_and_takes(run):
     code, out, _ = run("recipes", "ls")
     assert code == 0
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines] == [recipe.name for recipe in shipped()]
+    assert [line.split()[0] for line in lines] == list(shipped())
     stretch = next(line for line in lines if line.startswith("smollm2-stretch"))
     assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "5 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert all(len(re.split(r"  +", line)) == 5 for line in lines if not line.startswith("accelerate/"))
@@ -46,7 +46,7 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert code == 2
     assert "smollm2-lora.yaml exists: remove it or name another file" in " ".join(err.split())
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
-    assert copy("accelerate/ddp", tmp_path / "launch.yaml").read_text() == named("accelerate/ddp").text
+    assert copy("accelerate/ddp", tmp_path / "launch.yaml").read_text() == named("accelerate/ddp").read_text()
     (tmp_path / "folder").mkdir()
     code, out, _ = run("recipes", "cp", "smollm2-control", "folder")
     assert (code, out.strip()) == (0, "folder/smollm2-control.yaml")
