@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, TextField, count, require_there, task_names
+from retrofox.cli.options import METAVAR, MODEL, Device, Dtype, Tasks, TextField, count, require_there, task_names
 from retrofox.support.counts import ALLOWED
 
 
@@ -28,12 +28,7 @@ def evaluate(
     ] = 2,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="lm-eval tasks to run too, by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."
-        ),
-    ] = None,
+    tasks: Tasks = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
     device: Device = None,
@@ -187,10 +182,7 @@ def report(
     ] = None,
     max_documents: Annotated[int | None, typer.Option(help="Documents that the loss reads, not the suite's.")] = None,
     trials: Annotated[int | None, typer.Option(help="Needle prompts per length and depth, not the suite's.")] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="lm-eval tasks by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."),
-    ] = None,
+    tasks: Tasks = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     text_field: TextField = "text",

@@ -38,6 +38,10 @@ Dtype = Annotated[
     ),
 ]
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
+Tasks = Annotated[
+    str | None,
+    typer.Option(help="lm-eval tasks by name, or short, ruler, longbench (pip install '.[eval]' in a clone)."),
+]
 RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the name of one that ships.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")

@@ -48,19 +48,9 @@ def generate(
     require_there([model])
     from retrofox.generation.generate import generate as run
 
-    result = run(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        stream=stream,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        cache=cache,
-        chat_template=template,
-    )
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    options |= {"seed": seed, "cache": cache, "chat_template": template}
+    result = run(model, prompts, **options, stream=stream, device=device, dtype=dtype)
     if not stream:
         for text in result["texts"]:
             typer.echo(text)
