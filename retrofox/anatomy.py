@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from retrofox.config_values import kv_heads_of
 from retrofox.model import modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
-from retrofox.model.modeling_fox import NEW_MODULES, FoxMixin
+from retrofox.model.modeling_fox import FoxMixin
 
 MODES = ("fox", "open", "shuffled", "original")
 WINDOW_IN_CONFIG = ("mistral", "ministral3", "mixtral", "olmoe", "phi3", "starcoder2")
@@ -65,11 +65,6 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
         )
         raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: {what_to_do}")
     return iter(found)
-
-
-def new_modules(attention: FoxMixin) -> list[tuple[str, Any]]:
-    """(name, module) of everything that a conversion added to an attention and that a checkpoint holds."""
-    return [(name, module) for name, module in attention.named_children() if name in NEW_MODULES]
 
 
 def sliding_window(attention: Any) -> int | None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
+from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, on_meta, sliding_window
 from retrofox.config_values import kv_heads_of, trained_length
 from retrofox.families import check_settings, check_supported, replaced_settings
 from retrofox.fox_spec import FoxSpec
@@ -162,9 +162,10 @@ def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
     """A converted model on the meta device, but for its added modules, which are real and at their starting values."""
     model = on_meta(plan.model_type, plan.config)
     for _, attention in attentions(model):
-        for _, module in new_modules(attention):
-            module.to_empty(device=device)
-            module.reset()
+        for name, module in attention.named_children():
+            if name in modeling_fox.NEW_MODULES:
+                module.to_empty(device=device)
+                module.reset()  # type: ignore[operator]
     start_gates(model, plan.spec)
     return model
 

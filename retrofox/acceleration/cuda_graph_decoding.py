@@ -136,17 +136,14 @@ def decode(
         return loop(stopping_criteria=stopping_criteria, synced_gpus=synced_gpus, streamer=streamer)
     cache, total = inputs.get(CACHE), stopping_criteria.max_length
     ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
-    if not bool(unfinished.any()):
-        model.decoded_by = "the prefill: one token ended the text"
-        if streamer is not None:
-            streamer.end()
-        return ids
-    kind = PooledDecoding if isinstance(cache, ForgettingCache) else Decoding
-    decoding = kind(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
-    with decoding:
-        sampler = Sampler(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
-        ids = _loop(decoding, sampler, streamer)
-    model.decoded_by = decoding.how
+    model.decoded_by = "the prefill: one token ended the text"
+    if bool(unfinished.any()):
+        kind = PooledDecoding if isinstance(cache, ForgettingCache) else Decoding
+        decoding = kind(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
+        with decoding:
+            sampler = Sampler(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
+            ids = _loop(decoding, sampler, streamer)
+        model.decoded_by = decoding.how
     if streamer is not None:
         streamer.end()
     return ids

@@ -24,19 +24,7 @@ except ImportError:
     def _never(*tensors: Any) -> bool:
         return False
 
-    add_norm: Any = None
-    append: Any = None
-    append_step: Any = None
-    decode_at: Any = None
-    entry: Any = None
-    gate: Any = None
-    gate_rows: Any = None
-    head_norm: Any = None
-    rotary: Any = None
-    shift: Any = None
-    silu_mul: Any = None
-    appends: Any = _never
-    appends_step: Any = _never
-    available: Any = _never
-    decodes_at: Any = _never
-    takes_rows: Any = _never
+    nothing: Any = None
+    add_norm = append = append_step = decode_at = entry = gate = gate_rows = head_norm = nothing
+    rotary = shift = silu_mul = nothing
+    appends = appends_step = available = decodes_at = takes_rows = _never

@@ -39,18 +39,15 @@ class Comparison:
         before the next one's are loaded.
         """
         names: set[str] = set()
-
-        def named(opened: LoadedModel) -> LoadedModel:
-            number, name = 1, opened.name
-            while name in names:
-                number += 1
-                name = f"{opened.name} ({number})"
-            names.add(name)
-            return replace(opened, name=name)
-
         for number, source in enumerate([self.model, *self.others]):
-            opened = named(open_model(source, tokenizer=self.tokenizer, **self.place))
-            yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
+            opened = open_model(source, tokenizer=self.tokenizer, **self.place)
+            name, alike = opened.name, 1
+            while name in names:
+                alike += 1
+                name = f"{opened.name} ({alike})"
+            names.add(name)
+            key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
+            yield key, replace(opened, name=name)
             opened = None
             gc.collect()
             if torch.cuda.is_available():
