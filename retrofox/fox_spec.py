@@ -118,8 +118,14 @@ class FoxSpec(FoxFields):
         if self.half_life is not None:
             self.half_life = half_life_of(self.half_life)
         self.horizon = None if self.horizon is None else float(self.horizon)
-        if self.version is None:  # a spec with a version is a conversion's own: resolved, every field filled in
-            _refuse_idle(self)
+        if self.version is not None:  # a conversion's own: resolved, every field filled in
+            return
+        for name, other in idle_fields(self.rope, self.gate, self.init).items():
+            known, value = FoxSpec.__dataclass_fields__[name], getattr(self, name)
+            if value != (known.default if known.default_factory is MISSING else known.default_factory()):
+                raise ValueError(
+                    f"{name}: {other} {getattr(self, other)} leaves it without effect: drop one of them; got {value}"
+                )
 
     @classmethod
     def from_dict(cls, values: Any) -> FoxSpec:
@@ -184,13 +190,3 @@ def idle_fields(rope: str | None, gate: str, init: str) -> dict[str, str]:
         starts = ("half_life", "max_half_life", "open_heads", "init", "gate_heads")
         idle |= dict.fromkeys((*starts, "sink_tokens", "horizon"), "gate")
     return idle
-
-
-def _refuse_idle(spec: FoxSpec) -> None:
-    for name, other in idle_fields(spec.rope, spec.gate, spec.init).items():
-        known = FoxSpec.__dataclass_fields__[name]
-        if getattr(spec, name) != (known.default if known.default_factory is MISSING else known.default_factory()):
-            raise ValueError(
-                f"{name}: {other} {getattr(spec, other)} leaves it without effect: drop one of them; got "
-                f"{getattr(spec, name)}"
-            )

@@ -29,7 +29,8 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 def check_number(name: str, value: Any) -> None:
     """Raises ValueError for a value that a field of NUMBERS can't have."""
     allowed, wanted = NUMBERS[name]
-    if not _is_number(value) or not allowed(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not allowed(value):
         raise ValueError(f"{name} must be {wanted}; got {value!r}")
 
 
@@ -93,10 +94,6 @@ def open_heads_of(value: Any, measured: bool) -> int | tuple[tuple[int, int], ..
             f"open_heads takes [[layer, kv head], ...], or with init measured a number of kv heads; got {value!r}"
         )
     return tuple(sorted({(layer, kv_head) for layer, kv_head in pairs}))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_count(value: object) -> bool:
