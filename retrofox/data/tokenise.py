@@ -40,20 +40,14 @@ def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> 
     """
     todo = list({shard.key: shard for shard in todo}.values())  # the same content twice: once
     total = sum(shard.unit.size for shard in todo)
-    with progress_bar("MB", progress and bool(todo)) as bar, _all_cores():
-        task = bar.add_task("tokenising", total=total / 1e6)
-        for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
-            _write_all(list(alike), Encoder(tokenizer, reading), folder, lambda size: bar.advance(task, size / 1e6))
-
-
-@contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    """Tokenizers use all cores inside, and one in processes forked later: else each of these prints a warning."""
     os.environ.pop(PARALLELISM, None)
     try:
-        yield
+        with progress_bar("MB", progress and bool(todo)) as bar:
+            task = bar.add_task("tokenising", total=total / 1e6)
+            for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
+                _write_all(list(alike), Encoder(tokenizer, reading), folder, lambda size: bar.advance(task, size / 1e6))
     finally:
-        os.environ[PARALLELISM] = "false"
+        os.environ[PARALLELISM] = "false"  # else each process that is forked later prints a warning
 
 
 def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:

@@ -91,8 +91,11 @@ def report(
     )
     parts, missing = plan_parts(asked, chosen)
     kept = Kept(folder, asked, dtype, device)
+    # Progress goes to stderr, line by line, where no bar is drawn, too.
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
-        done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})
+        where = {"dtype": dtype, "device": device, "progress": progress}
+        done = _run_all(parts, kept, missing, where, console)
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
     if name is not None:
@@ -112,7 +115,7 @@ def report(
     write_result(
         folder / "report.json", (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode()
     )
-    _console().print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
+    console.print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
     return result
 
 
@@ -127,10 +130,9 @@ def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) ->
 
 
 def _run_all(
-    parts: Sequence[ReportPart], kept: Kept, missing: dict[str, str], where: dict[str, Any]
+    parts: Sequence[ReportPart], kept: Kept, missing: dict[str, str], where: dict[str, Any], console: Console
 ) -> dict[str, dict[str, Any]]:
     """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
-    console = _console()
     done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
     for name, entry in done.items():
         console.print(f"{name}: kept from before ({duration(entry['seconds'])})")
@@ -157,11 +159,6 @@ def _left(waiting: Sequence[ReportPart], done: Any) -> str:
         return ""
     seconds = tokens * sum(entry["seconds"] for entry in timed) / sum(entry["tokens"] for entry in timed)
     return f"; about {duration(seconds)}{'' if all(part.tokens for part in waiting) else ' and the tasks'} left"
-
-
-def _console() -> Console:
-    """Progress goes to stderr, line by line, where no bar is drawn, too."""
-    return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def _without_answers(result: dict[str, Any]) -> dict[str, Any]:

@@ -31,18 +31,6 @@ def temporary(folder: Path, name: str) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def missing(folder: Path) -> list[Path]:
-    """The folder and its parents that don't exist, innermost first."""
-    return [place for place in (folder, *folder.parents) if not place.exists()]
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Removes folders, innermost first, up to one that holds something."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
 def sha256_of(path: Path) -> str:
     """The sha256 of a file's content, hex."""
     digest = hashlib.sha256()

@@ -20,7 +20,7 @@ from retrofox.data.sampler import ORDERING
 from retrofox.data.shards import Manifest
 from retrofox.parallel.layout import readers_of
 from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
-from retrofox.support.files import missing, remove_empty, write_json, write_whole
+from retrofox.support.files import write_json, write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment
 from retrofox.training import checkpoint
@@ -78,7 +78,7 @@ def output_lock(out: Path) -> Iterator[None]:
     Raises:
         ValueError: another run has it, or it can't be made.
     """
-    made = missing(out)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,7 +96,9 @@ def output_lock(out: Path) -> Iterator[None]:
         if lock.is_locked:
             Path(lock.lock_file).unlink(missing_ok=True)  # while it is locked: who waits for it makes another
             lock.release()
-        remove_empty(made)  # of a run that was refused; one that began has files there
+        with contextlib.suppress(OSError):  # a run that began has files there, one that was refused has not
+            for folder in made:
+                folder.rmdir()
 
 
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
