@@ -43,12 +43,7 @@ def check_complete(directory: Path) -> None:
 
 
 def push(
-    directory: str | Path,
-    repo: str,
-    *,
-    private: bool = False,
-    dry_run: bool = False,
-    base: str | None = None,
+    directory: str | Path, repo: str, *, private: bool = False, dry_run: bool = False, base: str | None = None
 ) -> dict[str, Any]:
     """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit.
 

@@ -10,12 +10,7 @@ CACHES = ("auto", "full", "forgetting")
 
 
 def check_sampling(
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-    cache: str = "auto",
+    prompts: Sequence[str], max_new_tokens: int, temperature: float, top_p: float, seed: int | None, cache: str = "auto"
 ) -> None:
     """Raises ValueError for prompts or options that `generate` and `chat` don't take."""
     for allowed, said in (
