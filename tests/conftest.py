@@ -235,10 +235,7 @@ def pico_tokenizer() -> Any:
 @pytest.fixture
 def pico_checkpoint(pico_llama, pico_tokenizer, tmp_path) -> Path:
     """A directory with an unconverted pico Llama and its tokenizer."""
-    directory = tmp_path / "pico-llama"
-    pico_llama().save_pretrained(directory)
-    pico_tokenizer.save_pretrained(directory)
-    return directory
+    return saved(pico_llama(), pico_tokenizer, tmp_path / "pico-llama")
 
 
 @pytest.fixture
@@ -261,9 +258,12 @@ def saved_before(tmp_path) -> Callable[[str], Path]:
 @pytest.fixture
 def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
     """A directory with a converted, stirred pico Llama and its tokenizer."""
-    directory = tmp_path / "pico-fox"
-    pico_fox().save_pretrained(directory)
-    pico_tokenizer.save_pretrained(directory)
+    return saved(pico_fox(), pico_tokenizer, tmp_path / "pico-fox")
+
+
+def saved(model: Any, tokenizer: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -36,6 +36,10 @@ def logits(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     return model(input_ids, **inputs).logits
 
 
+def close(actual, expected, tolerance=1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
 def decode(model: Any, input_ids: torch.Tensor, cache: Any, mask: Any = None, positions: Any = None) -> torch.Tensor:
     """Logits through a cache: a prefill of 12 tokens, a chunk of three, then token by token."""
     parts, done = [], 0

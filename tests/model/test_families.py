@@ -14,7 +14,7 @@ from retrofox.anatomy import attention_mode, attentions, exempt_tokens, inner_mo
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import FoxMixin
 from tests import conftest
-from tests.model.conftest import logits
+from tests.model.conftest import close, logits
 
 MLA, DEEPSEEK = conftest.MLA, conftest.DEEPSEEK
 PICO = {**conftest.PICO, "vocab_size": 96, "initializer_range": 0.15}
@@ -134,10 +134,6 @@ def fox(base, stir):
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
     return torch.randint(2, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-def close(actual, expected, tolerance=1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 def test_every_supported_family_has_a_row_here():

@@ -12,8 +12,9 @@ from retrofox.anatomy import attention_mode
 from retrofox.config_values import trained_length
 from retrofox.families import check_supported
 from retrofox.model.configuration_fox import SUPPORTED
-from tests.model.conftest import logits
-from tests.model.test_families import LENGTH, LLAMA3, MIXED, PICO, ROWS, UNUSUAL, close, make_base
+from retrofox.planning.known import KNOWN
+from tests.model.conftest import close, logits
+from tests.model.test_families import LENGTH, LLAMA3, MIXED, PICO, ROWS, UNUSUAL, make_base
 from tests.model.test_families import tokens as tokens
 
 
@@ -60,6 +61,9 @@ def test_trained_length_is_the_length_before_scaling():
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, **long}
     config = AutoConfig.for_model("phi3", max_position_embeddings=131072, rope_parameters=longrope)
     assert trained_length(config) == 4096
+    # of config.json as it is
+    assert trained_length(KNOWN["meta-llama/Llama-3.2-1B"]) == 131072
+    assert trained_length({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}) == 4096
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3", "mamba", "mistral4"])

@@ -16,7 +16,7 @@ from retrofox.anatomy import attention_mode, attentions
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import fades, interpolated
 from tests import conftest
-from tests.model.conftest import logits
+from tests.model.conftest import close, logits
 
 PICO = {
     **conftest.PICO, "vocab_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -54,10 +54,6 @@ def make_base(kind: str, family: str = "llama", **config):
 
 def convert(base, **spec):
     return retrofox.convert(base, fox=FoxSpec(**{"gate": "none", **spec})).eval()
-
-
-def close(actual, expected, tolerance=1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 class Dialled(torch.nn.Module):

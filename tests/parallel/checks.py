@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox.anatomy import is_new_tensor
 from retrofox.config.stage import AnyStage
-from retrofox.data.packed import IGNORE
+from retrofox.data.packed import next_token_targets
 from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
@@ -117,9 +117,8 @@ def batch_of(length: int, documents: list[int] | None, skip: int = 0) -> dict[st
     bounds = documents or [0, length, 2 * length]
     counted = [torch.arange(b - a) for a, b in itertools.pairwise(bounds)]
     positions = torch.cat([each + skip * (each > len(each) // 2) for each in counted]).view(2, length)
-    targets = torch.full_like(input_ids, IGNORE)
-    targets[:, :-1] = input_ids[:, 1:].masked_fill(positions[:, 1:] == 0, IGNORE)
-    batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": positions, "targets": targets}
+    batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": positions}
+    batch["targets"] = next_token_targets(input_ids, positions)
     if documents is not None:
         batch["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
     return batch

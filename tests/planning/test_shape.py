@@ -8,10 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.config import LoraConfig
-from retrofox.config_values import trained_length
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.planning.hours import flops_per_token
-from retrofox.planning.known import KNOWN
 from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import FAMILIES, shape_of
 from retrofox.training.lora import add_adapters
@@ -96,12 +94,6 @@ def test_a_window_costs_what_it_shows(recipe_of, pico_llama):
     )
     attention = 3 * 2 * 2 * 32 * 8192  # three passes, two layers of 32 channels, 8192 tokens
     assert whole - windowed == attention * (1 - 2 * (2048 / 8192 - (2048 / 8192) ** 2 / 2))
-
-
-def test_the_trained_length_is_that_before_scaling():
-    assert trained_length(KNOWN["meta-llama/Llama-3.2-1B"]) == 131072  # it was trained with its scaling
-    assert trained_length({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}) == 4096
-    assert trained_length(KNOWN["Qwen/Qwen3-8B"]) == 40960
 
 
 def test_an_unknown_family_is_refused_with_what_to_do():
