@@ -29,12 +29,13 @@ from measured_arms import (
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
-    *("mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default"),
+    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default-share15", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
+PRESSED = ("pressed-start", "pressed-equal", "pressed-hinge", "pressed-cost")
 LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
 NO_ROPE = ("no-rope-40M", "yarn8-40M", "no-rope-38M", "no-rope-mixed", "no-rope", "yarn8-taught", "drope-taught")
 PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2], "no-rope", "no-rope-mixed", "no-rope-40M")
@@ -125,6 +126,7 @@ ARM_TABLES = {
     "retrofit_steps": STEPS,
     "retrofit_controls": CONTROLS,
     "retrofit_gates": GATES,
+    "retrofit_pressed": PRESSED,
     "retrofit_parts": PARTS,
     "retrofit_lora": LORA,
     "retrofit_no_rope": NO_ROPE,
@@ -169,7 +171,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, "stretch-bound", "default", *LORA, *NO_ROPE]).items():
+    for label, arm in on_file([*GATES, "stretch-bound", "default", "default-share15", *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
