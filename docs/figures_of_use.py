@@ -92,20 +92,12 @@ def cache_left() -> str:
         mb = {name: row.get("cache_mb") for name, row in found.items()}
         whole, left = mb.get("fox-full"), mb.get("fox")
         share = over(left, whole)
-        caches = [whole, left, share and 100 * share, *(mb.get(x) for x in ("base", "base-fp8", "base-streaming"))]
+        caches = [whole, left, share and 100 * share, mb.get("base")]
         # one round alone compiles kernels while it reads
         read_in = {name: row.get("first_ms") for name, row in found.items() if row.get("rounds", 1) > 1}
         prompts = [over(read_in.get(name), 1000) for name in ("fox-full", "fox", "fox-dense", "base")]
         rows.append([cell, *(shown(x, ".0f") for x in caches), *map(shown, prompts)])
-    header = [
-        "batch x context",
-        "all keys, MB",
-        "forgetting, MB",
-        "left, %",
-        "base, MB",
-        "base in 8 bits",
-        "StreamingLLM",
-    ]
+    header = ["batch x context", "all keys, MB", "forgetting, MB", "left, %", "base, MB"]
     return table([*header, "prompt read, s: all keys kept", "freed meanwhile", "no horizon", "base"], rows)
 
 
