@@ -31,12 +31,13 @@ from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import readers_of, refuse_processes, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
+from retrofox.planning.plan import refuse_budget
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import choose_cross_entropy
 from retrofox.training.model import built, set_attention, trained_config
 from retrofox.training.model_tweaks import save_memory
-from retrofox.training.param_groups import role_of, set_trainable
+from retrofox.training.param_groups import set_trainable
 from retrofox.training.run_directory import batches_of, refuse_mingling
 from retrofox.training.self_chat import turns_around_user
 from retrofox.training.teacher import named_original, needs_teacher
@@ -176,9 +177,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     split = split_of(recipe.parallel, causal_lm(model).config)
     refuse_sharing(model, split)
     check_length(stage.sequence_length, split)
-    trained = {role_of(name) for name in set_trainable(model, stage, adapters=recipe.lora is not None)}
-    if getattr(stage, "budget", None) is not None and not trained & {"gate_bias", "gate_weight"}:
-        raise ValueError("budget is for gates, and this stage trains none: set it to null")
+    set_trainable(model, stage, adapters=recipe.lora is not None)
+    refuse_budget(stage, config)
     if needs_teacher(stage, recipe.stages, recipe.lora is not None, source) and source is not None:
         named_original(source)
     save_memory(model, stage)

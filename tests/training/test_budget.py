@@ -102,11 +102,6 @@ def test_open_heads_are_not_pressed(pico_fox, ids):
     assert not torch.equal(pressed[first], plain[first])
 
 
-def test_a_share_below_that_of_the_open_heads_is_refused(pico_fox):
-    with pytest.raises(ValueError, match=r"leaves 25% of the heads open, and budget\.share is 10%"):
-        pressure_on(pico_fox(open_heads=[[0, 0]]))
-
-
 def test_fused_projections_may_call_the_hooks_of_a_pressed_gate(pico_fox):
     pressure = pressure_on(pico_fox())
     pressure.attach()
@@ -159,8 +154,3 @@ def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch)
     assert left == []
     lines = [json.loads(line) for line in (recipe.parent / "run" / "log.jsonl").read_text().splitlines()]
     assert lines[-1]["live_operations_32k"] == found["live_operations_32k"]
-
-
-def test_without_trained_gates_it_is_refused(recipe):
-    with pytest.raises(ValueError, match="budget is for gates, and this stage trains none"):
-        train(load_recipe(recipe, ["stages.0.rates={gate_bias: 0, gate_weight: 0}"]))

@@ -39,6 +39,7 @@ def refusal(recipe: Path, *changes: str) -> str:
 
 
 SKIPS = ["stages.0.max_position=4096"]
+BUDGET = "stages.1.budget={share: 0.2}"
 ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
 
 
@@ -59,6 +60,9 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["data.train=['hf:/nowhere/at/all']"], "can't be loaded"),
         (["fox=null", "attention=flash_attention_3"], "stages.0: attention: flash_attention_3 can't run here"),
         ([f"stages.1.rates={ZERO}"], "stages.1: nothing to train"),
+        ([BUDGET, "fox.open_heads=[[0,0],[0,1],[1,0]]"], "stages.1: fox.open_heads leaves 75% of the heads open"),
+        ([BUDGET, "fox.init=measured", "fox.open_heads=1"], "25% of the heads open, and budget.share is 20%"),
+        ([BUDGET, "stages.1.rates={gate_bias: 0, gate_weight: 0}"], "budget is for gates, and this stage trains none"),
         (["optim=galore_adamw"], "optim: galore_adamw makes its own parameter groups"),
         (["optim=adamw_nope"], "adamw_nope is not a valid OptimizerNames"),
     ],
@@ -176,7 +180,7 @@ def test_shipped_recipes_are_not_refused(pico_checkpoint, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     values = [f"model={pico_checkpoint}"]
     if "open_heads" in (RECIPES / f"{name}.yaml").read_text():
-        values.append("fox.open_heads=1")
+        values.append("fox.open_heads=0")
     assert check_here(load_recipe(RECIPES / f"{name}.yaml", values)) == []
 
 
