@@ -73,6 +73,7 @@ def plan(
     for number, stage in enumerate(recipe.stages):
         try:
             accumulation(stage, tokens_per_step(stage, readers), readers)
+            refuse_budget(stage, config if recipe.fox is None else {**config, "fox": recipe.fox.to_dict()})
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")
         stages.append(_stage_plan(shape, recipe, stage, on, setting))

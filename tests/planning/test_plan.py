@@ -114,6 +114,7 @@ def test_a_disk_that_is_too_small_is_refused_only_where_the_run_would_be(recipe_
     assert "free and a checkpoint takes 14.8 GB" in refusal
 
 
+BUDGET = {"budget": {"share": 0.1}}
 YARN = {"rope_type": "yarn", "factor": 4}
 
 
@@ -125,6 +126,11 @@ YARN = {"rope_type": "yarn", "factor": 4}
         (LLAMA_1B, {"fox": None, "lora": {"rank": 16}}, "give the recipe a `fox:` section"),
         (LLAMA_1B, {"fox": None, "rope_scaling": YARN}, "RoPE is scaled already (rope_type llama3)"),
         (SMOLLM2_135M, {"fox": None, "rope_scaling": YARN}, None),
+        (SMOLLM2_135M, {"stage": {**BUDGET, "rates": {"gate_bias": 0, "gate_weight": 0}}}, "this stage trains none"),
+        (SMOLLM2_135M, {"stage": BUDGET, "fox": {"gate": "fixed"}}, "this stage trains none"),
+        (SMOLLM2_135M, {"stage": BUDGET, "fox": {"gate": "none"}}, "this stage trains none"),
+        (SMOLLM2_135M, {"stage": BUDGET, "fox": {"init": "measured", "open_heads": 9}}, "leaves 10% of the heads open"),
+        (SMOLLM2_135M, {"stage": BUDGET, "fox": {"init": "measured", "open_heads": 8}}, None),
     ],
 )
 def test_what_train_refuses_of_the_config_is_refused(recipe_of, config, values, said):
