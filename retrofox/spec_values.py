@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 TOKENS = frozenset(
@@ -94,6 +94,19 @@ def open_heads_of(value: Any, measured: bool) -> int | tuple[tuple[int, int], ..
             f"open_heads takes [[layer, kv head], ...], or with init measured a number of kv heads; got {value!r}"
         )
     return tuple(sorted({(layer, kv_head) for layer, kv_head in pairs}))
+
+
+def require_heads(open_heads: int | Sequence[Sequence[int]], layers: int, kv_heads: int) -> None:
+    """Raises ValueError for open heads, as `open_heads_of` returns them, that a model lacks."""
+    if isinstance(open_heads, int):
+        lacking = open_heads > layers * kv_heads
+    else:
+        lacking = any(layer >= layers or kv_head >= kv_heads for layer, kv_head in open_heads)
+    if lacking:
+        raise ValueError(
+            f"open_heads {open_heads}: the model has {kv_heads} kv heads in each of layers 0..{layers - 1}, "
+            f"{layers * kv_heads} in all"
+        )
 
 
 def _is_count(value: object) -> bool:

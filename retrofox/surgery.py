@@ -22,6 +22,7 @@ from retrofox.loading.converted import savable
 from retrofox.loading.errors import opening
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.spec_values import require_heads
 from retrofox.version import __version__
 
 NO_LIMIT = 1e12
@@ -143,19 +144,10 @@ def _check_places(config: Any, spec: FoxSpec) -> None:
             "but one latent for all (MLA); of the Pro parts output-norm and output-gate can be had"
         )
     layers = config.num_hidden_layers
-    kv_heads = kv_heads_of(config)
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
     if too_deep:
         raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
-    if isinstance(spec.open_heads, int):
-        lacking = spec.open_heads > layers * kv_heads
-    else:
-        lacking = any(layer >= layers or kv_head >= kv_heads for layer, kv_head in spec.open_heads)
-    if lacking:
-        raise ValueError(
-            f"open_heads {spec.open_heads}: the model has {kv_heads} kv heads in each of layers 0..{layers - 1}, "
-            f"{layers * kv_heads} in all"
-        )
+    require_heads(spec.open_heads, layers, kv_heads_of(config))
 
 
 def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:

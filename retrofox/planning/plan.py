@@ -23,6 +23,7 @@ from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
+from retrofox.spec_values import require_heads
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
 
@@ -66,6 +67,7 @@ def plan(
     shape = shape_of(config, spec)
     live = None
     if spec is not None and spec.gate != "none":
+        require_heads(spec.open_heads, shape.layers, shape.kv_heads)
         live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
     setting = _setting(shape, recipe, on, gpus, sharding)
     stages = []

@@ -138,6 +138,11 @@ def test_what_train_refuses_of_the_config_is_refused(recipe_of, config, values, 
     assert refusals == [] if said is None else said in refusals[0]
 
 
+def test_open_heads_that_the_model_lacks_are_refused(recipe_of):
+    with pytest.raises(ValueError, match=r"has 3 kv heads in each of layers 0\.\.29"):
+        plan(recipe_of(SMOLLM2_135M, fox={"open_heads": [[30, 0]]}), H100)
+
+
 def test_a_converted_model_has_its_added_parameters_counted(recipe_of):
     config = {**SMOLLM2_135M, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}
     report = plan(recipe_of(config, fox=None), H100)
