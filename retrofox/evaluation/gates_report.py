@@ -133,13 +133,16 @@ def open_heads_sentence(live: Mapping[str, Any], heads: Sequence[Mapping[str, An
     row = live["lengths"][-1]
     whole = set(row["open_heads"])
     where = f"all of {tokens_label(row['length'])} tokens"
-    if not whole:
-        return f"no head sees {where}"
     scores = {f"{head['layer']}.{head['head']}": head.get("needle_attention") for head in heads}
     told = {name: score for name, score in scores.items() if score is not None}
-    count = f"{len(whole)} head{'s' * (len(whole) > 1)} of {len(heads)} see{'s' * (len(whole) == 1)} {where}"
+    count = f"no head sees {where}"
+    if whole:
+        count = f"{len(whole)} head{'s' * (len(whole) > 1)} of {len(heads)} see{'s' * (len(whole) == 1)} {where}"
     if not told:
-        return f"{count}: {_names(row['open_heads'])}"
+        count += f": {_names(row['open_heads'])}" if whole else ""
+        return f"{count}; attention to planted facts was not measured: text or model is too short"
+    if not whole:
+        return count
     looking = sorted((n for n, score in told.items() if score >= LOOKS_UP), key=lambda n: -told[n])
     seeing = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name in whole]
     closed = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name not in whole]

@@ -60,7 +60,8 @@ def test_the_sentence_says_why_heads_stay_open():
         "0.0 (50 %); closed heads that would: 1.0 (30 %)"
     )
     unknown = [{**head, "needle_attention": None} for head in heads]
-    assert open_heads_sentence(live, unknown) == "2 heads of 4 see all of 32k tokens: 0.0, 1.1"
-    assert (
-        open_heads_sentence({"lengths": [{"length": 8192, "open_heads": []}]}, heads) == "no head sees all of 8k tokens"
-    )
+    unmeasured = "; attention to planted facts was not measured: text or model is too short"
+    assert open_heads_sentence(live, unknown) == f"2 heads of 4 see all of 32k tokens: 0.0, 1.1{unmeasured}"
+    live = {"lengths": [{"length": 8192, "open_heads": []}]}
+    assert open_heads_sentence(live, heads) == "no head sees all of 8k tokens"
+    assert open_heads_sentence(live, unknown) == f"no head sees all of 8k tokens{unmeasured}"
