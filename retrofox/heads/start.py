@@ -52,7 +52,7 @@ class Distances:
     """Attention of each head by distance, the first tokens left out, summed over queries.
 
     Attributes:
-        mass: layer -> (H, T) float64.
+        mass: layer -> (H, T) float64, on the layer's device: on a CPU the threads of several trainings would clash.
     """
 
     def __init__(self, first_tokens: int):
@@ -70,16 +70,16 @@ class Distances:
             distance = torch.arange(start, stop, device=mass.device)[:, None] - keys
             weights = attention.weights(start, stop)[..., self.first_tokens :]
             mass.index_add_(1, distance.clamp_min(0).flatten(), weights.flatten(1).double())
-        known = self.mass.setdefault(layer, torch.zeros(heads, 0, dtype=torch.float64))
+        known = self.mass.setdefault(layer, mass[:, :0])
         longest = max(length, known.shape[1])
         pad = torch.nn.functional.pad
-        self.mass[layer] = pad(known, (0, longest - known.shape[1])) + pad(mass.cpu(), (0, longest - length))
+        self.mass[layer] = pad(known, (0, longest - known.shape[1])) + pad(mass, (0, longest - length))
 
     def medians(self) -> list[list[int]]:
         """Distance in tokens within which half of a head's attention lies, by layer and head."""
         found = []
         for _, mass in sorted(self.mass.items()):
-            sums = mass.cumsum(1)
+            sums = mass.cpu().cumsum(1)
             found.append(torch.searchsorted(sums, sums[:, -1:] / 2).flatten().tolist())
         return found
 
@@ -160,10 +160,10 @@ def needle_scores(model: PreTrainedModel, needles: Sequence[Needle], original: b
 
         def visit(layer: int, attention: Attention, needle: Needle = needle) -> None:
             found = needle_attention(attention.weights(needle.answer.start, needle.answer.stop), needle.value)
-            scores[layer] = scores.get(layer, 0) + found.double().cpu() / len(needles)
+            scores[layer] = scores.get(layer, 0) + found.double() / len(needles)
 
         watch(model, needle.token_ids, visit, original=original)
-    return torch.stack([scores[layer] for layer in sorted(scores)])
+    return torch.stack([scores[layer].cpu() for layer in sorted(scores)])
 
 
 TOKENS_READ = 1 << 21
