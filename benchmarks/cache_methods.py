@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from eviction import METHODS, Evicting, round_to_fp8
-from provenance import provenance
+from provenance import out_file, provenance
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.live_share import measure_live_share
@@ -238,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device")
     parser.add_argument("--dtype")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="JSON of earlier runs, for the figure")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     arguments = parser.parse_args(words)
     if unknown := set(arguments.methods) - set(METHODS):
         parser.error(f"methods are {', '.join(METHODS)}; got {', '.join(sorted(unknown))}")

@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from model_shapes import LLAMA_1B, LLAMA_8B, SMOLLM2, with_adapters
-from provenance import provenance
+from provenance import out_file, provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -411,7 +410,7 @@ def main() -> None:
     parser.add_argument("--error-length", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--zigzag", action="store_true", help="also without trading heads, at the first length")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

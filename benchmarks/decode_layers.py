@@ -17,14 +17,13 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from fox_kernels.common.blocks import LOG2_E
 from fox_kernels.decoding.fixed import decode_at
 from fox_kernels.reference import forgetting_attention
-from provenance import provenance
+from provenance import out_file, provenance
 
 H, KV, D, HORIZON = 9, 3, 64, 8.0
 HALF_LIVES = {"near": (16.0, 128.0, 512.0), "open": (16.0, 128.0, math.inf)}
@@ -89,7 +88,7 @@ def measured(layers: list[Layer], flush: Callable[[], Any]) -> dict[str, float]:
 @torch.no_grad()
 def main(arguments: list[str] | None = None, device: str = "cuda") -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     flushed = torch.zeros(32 << 20, device=device)

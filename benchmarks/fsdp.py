@@ -25,7 +25,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from context_parallel import SHAPES as LONG
 from model_shapes import SMOLLM2
-from provenance import provenance
+from provenance import out_file, provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "full"), default="none", help="activations of the layers")
     parser.add_argument("--warm", type=int, default=4, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 from model_shapes import PICO, SMOLLM2
-from provenance import at_most, provenance
+from provenance import at_most, out_file, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -410,7 +410,7 @@ def main() -> None:
         "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
     )
     parser.add_argument("--cell-seconds", type=float, default=90.0, help="stop a measurement after so many")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "generate-horizon.json")
+    parser.add_argument("--out", type=out_file, default=ROOT / "benchmarks" / "generate-horizon.json")
     arguments = parser.parse_args()
     contenders = arguments.contenders.split(",")
     if unknown := set(contenders) - set(CONTENDERS):

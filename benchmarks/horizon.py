@@ -17,7 +17,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fox_kernels import choose, decode_attention, forgetting_attention
 from fox_kernels.common.cumsum import cumulative
 from fox_kernels.common.horizon import edges_within, first_seen
 from fox_kernels.options import Options
-from provenance import provenance
+from provenance import out_file, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -193,7 +192,7 @@ def shown(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=50.0, help="seconds for everything")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args()
     begun = time.perf_counter()
     torch.manual_seed(0)

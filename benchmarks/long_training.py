@@ -18,12 +18,11 @@ import gc
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from model_shapes import LLAMA_1B, LLAMA_8B, with_adapters
-from provenance import provenance
+from provenance import out_file, provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
@@ -234,7 +233,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="one step in every row: nothing warms the kernels up")
     parser.add_argument("--room", type=float, default=80.0, help="10^9 bytes of the GPU that may be used")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for everything")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args(given)
     for name, values in (("--lengths", options.lengths or [2]), ("--layers", [options.layers or 1])):
         if min(values) < 1:

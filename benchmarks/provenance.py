@@ -1,4 +1,4 @@
-"""What stands beside every measured number (command, date, versions, machine), and a limit on what one takes."""
+"""What stands beside every measured number (command, date, versions, machine), its file, and a limit on its time."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def provenance() -> dict[str, Any]:
         "versions": versions,
         "machine": {"cpu": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
     }
+
+
+def out_file(name: str) -> Path:
+    """The file of --out, its folder made: before the measurement, which would be lost without one."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    return Path(name)
 
 
 def _processor() -> str:

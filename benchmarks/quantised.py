@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torchao.quantization as ao
-from provenance import provenance
+from provenance import out_file, provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 import retrofox
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("base")
     parser.add_argument("model", help="converted from it")
     parser.add_argument("text", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("quantised.json"))
+    parser.add_argument("--out", type=out_file, default=Path(__file__).with_name("quantised.json"))
     options = parser.parse_args()
     tokens = AutoTokenizer.from_pretrained(options.base)(options.text.read_text(), return_tensors="pt").input_ids
     tokens = tokens[:, 2000:4048]

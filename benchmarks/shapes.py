@@ -14,12 +14,11 @@ import argparse
 import gc
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from model_shapes import LLAMA_1B, SMOLLM2
-from provenance import provenance
+from provenance import out_file, provenance
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import retrofox
@@ -99,7 +98,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has: to compile its kernels only")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from provenance import provenance
+from provenance import out_file, provenance
 
 from retrofox.config import Recipe, load_recipe
 from retrofox.planning.hardware import here
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--model", help="model whose config is used; default: the recipe's")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--longest", action="store_true", help="also run the longest rows said to fit")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     found: dict = {**provenance(), "device": device, "stages": []}

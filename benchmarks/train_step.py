@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import out_file, provenance
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 import retrofox
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="of a turn; the first is not counted")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further turn after so many")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "train-windows.json")
+    parser.add_argument("--out", type=out_file, default=Path(__file__).parent / "train-windows.json")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started, built = time.perf_counter(), models(arguments, device)

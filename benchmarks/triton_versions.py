@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from provenance import out_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 from bench_contenders import decoding, ours, tensors
@@ -46,7 +47,7 @@ def timed(clock: Clock, call: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     out = parser.parse_args().out
     found: dict[str, Any] = {"triton": triton.__version__, "torch": torch.__version__, "machine": machine(), "rows": {}}
     clock = Clock(8.0)

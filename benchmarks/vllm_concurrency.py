@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import out_file, provenance
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -90,7 +90,7 @@ def at_once(width: int, reach: int | None) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "vllm-concurrency.json")
+    parser.add_argument("--out", type=out_file, default=Path(__file__).parent / "vllm-concurrency.json")
     options = parser.parse_args()
     shapes: dict[str, tuple[int, int | None]] = {"base": (64, None), "converted, nothing freed": (72, None)}
     for longest in (256, 512, 1024):

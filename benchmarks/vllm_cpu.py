@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from provenance import provenance
+from provenance import out_file, provenance
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
@@ -182,7 +182,7 @@ REAL = ("SmolLM2-135M, gates stirred, float32", "SmolLM2-135M, bfloat16 beside i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "vllm-cpu.json")
+    parser.add_argument("--out", type=out_file, default=HERE / "vllm-cpu.json")
     parser.add_argument("--work", type=Path, default=HERE.parent / "demo-out" / "vllm")
     parser.add_argument("--only", nargs="+", help="names of cases, or beginnings of them")
     parser.add_argument("--fresh", action="store_true", help="run finished cases again")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import out_file, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--engine", default="{}", help='more arguments for vLLM, as JSON: {"attention_backend": ...}')
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "vllm-throughput.json")
+    parser.add_argument("--out", type=out_file, default=Path(__file__).parent / "vllm-throughput.json")
     options = parser.parse_args()
     lengths = [int(x) for x in options.lengths.split(",")]
     found: dict[str, list[dict[str, Any]]] = {"base": [], "retrofit": []}

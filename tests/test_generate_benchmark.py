@@ -68,7 +68,7 @@ def test_eight_bits_take_a_byte_and_lose_little(base):
 
 
 def test_a_run_measures_every_contender_and_a_second_one_only_what_is_missing(tmp_path, monkeypatch):
-    out = tmp_path / "out.json"
+    out = tmp_path / "new" / "out.json"
     given = ["generate.py", "--pico", "--device", "cpu", "--dtype", "float32", "--new", "30", "--rounds", "1"]
     given += ["--prefill", "100", "--batches", "1", "--out", str(out)]
     for contexts in ("64", "64,8192"):
