@@ -17,7 +17,7 @@ from retrofox.acceleration import attention_dispatch, fused_attention, growing_c
 from retrofox.acceleration.cuda_graph_decoding import decode, forgets
 from retrofox.acceleration.forgetting_cache import PAGE, ForgettingCache
 
-INTERFACE = 2
+INTERFACE = 1
 """The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""
 
 

@@ -34,7 +34,7 @@ def run(code: Any) -> Callable[..., Any]:
         if hidden_tokens is not None:
             log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
         gates = code.GateCache(cache, log_f, x, kwargs.get("position_ids"))
-        gates.shared = 1 if log_f is None else self.heads_per_gate
+        gates.shared = 1 if log_f is None else getattr(self, "heads_per_gate", 1)  # code of older checkpoints lacks it
         stand_in: Any = self
         if projections is not None:
             stand_in, forward, edited = projections, native.unrotated, cos_sin

@@ -153,7 +153,7 @@ def entered(module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: to
     """The projections and gates of an `enterable` layer, by one function."""
     linears = [module.q_proj, module.k_proj, module.v_proj]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    gates, group = module.forget_gate, module.heads_per_gate
+    gates, group = module.forget_gate, getattr(module, "heads_per_gate", 1)  # as in fused_attention
     weight, shift = gates.weight, gates.bias
     if group > 1:  # `entry` takes a gate per query head
         weight, shift = weight.repeat_interleave(group, 0), shift.repeat_interleave(group, 0)

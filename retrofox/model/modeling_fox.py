@@ -39,7 +39,7 @@ from .configuration_fox import SUPPORTED, FoxFields
 Tensor = torch.Tensor
 
 REMOTE_FILES = ("configuration_fox.py", "modeling_fox.py", "attention_torch.py")
-ACCELERATION = 2
+ACCELERATION = 1
 """Version of what `retrofox.acceleration` replaces in this file: names, arguments, attributes."""
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
