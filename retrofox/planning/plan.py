@@ -13,14 +13,13 @@ from typing import Any
 
 from retrofox.config import BudgetedStage, LoraConfig, Recipe, Stage, load_recipe
 from retrofox.config.shipped import shipped
-from retrofox.config_values import kv_heads_of, rope_sets, rope_type, trained_length, value_of
-from retrofox.loading.source import check_source
-from retrofox.model.configuration_fox import FoxFields
+from retrofox.config_values import trained_length
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of
 from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
+from retrofox.planning.refusals import refuse_budget, refused
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.spec_values import require_heads
@@ -108,44 +107,6 @@ def plan(
         "recipes_that_fit": recipes_that_fit(on, gpus) if on.gpu else [],
         "refusals": refusals,
     }
-
-
-def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
-    """What a recipe may not ask of a model with this config.json."""
-    if config.get("model_type", "").startswith("fox_"):
-        for key in ("fox", "rope_scaling", "rope_theta", "attention"):
-            if getattr(recipe, key) is not None:
-                yield f"{key} is for unconverted models, and {recipe.model} is converted: remove it"
-    elif recipe.fox is not None:
-        try:
-            check_source(recipe.model, config)
-        except ValueError as error:
-            yield str(error)
-    elif recipe.lora is not None:
-        yield "LoRA here adapts converted models: give the recipe a `fox:` section"
-    elif recipe.rope_scaling is not None:
-        asked = recipe.rope_scaling.model_dump(exclude_none=True)
-        scaled = [values for values in rope_sets(config) if rope_type(values) != "default"]
-        already = [rope_type(values) for values in scaled if {**values, **asked} != values]
-        if already:
-            yield f"rope_scaling: this model's RoPE is scaled already (rope_type {already[0]}): take another model"
-
-
-def refuse_budget(stage: Stage, config: Any) -> None:
-    """Raises ValueError for a budget that the gates of a converted model's config can't be pressed to."""
-    if not isinstance(stage, BudgetedStage) or stage.budget is None:
-        return
-    spec = FoxFields.read(value_of(config, "fox") or {"gate": "none"})
-    learned = {"data": ("gate_bias", "gate_weight"), "bias": ("gate_bias",)}.get(spec.gate, ())
-    if not any(stage.rate(role) for role in learned):
-        raise ValueError("budget is for gates, and this stage trains none: set it to null")
-    number = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
-    share = number / (value_of(config, "num_hidden_layers") * kv_heads_of(config))
-    if share >= stage.budget.share:
-        raise ValueError(
-            f"fox.open_heads leaves {share:.0%} of the heads open, and budget.share is {stage.budget.share:.0%} of "
-            "the keys of all: open fewer heads, or raise share"
-        )
 
 
 def _setting(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Setting:

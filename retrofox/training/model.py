@@ -21,7 +21,7 @@ from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import holds_converted, read_config, refuse_adapter
-from retrofox.planning.plan import refused
+from retrofox.planning.refusals import refused
 from retrofox.surgery import make_plan, start_gates
 from retrofox.training.document_attention import set_document_attention
 from retrofox.training.lora import adapted, add_adapters

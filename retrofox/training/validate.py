@@ -31,7 +31,7 @@ from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import readers_of, refuse_processes, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
-from retrofox.planning.plan import refuse_budget
+from retrofox.planning.refusals import refuse_budget
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import choose_cross_entropy
