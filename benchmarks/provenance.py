@@ -1,4 +1,4 @@
-"""What stands beside every measured number (command, date, versions, machine), its file, and a limit on its time."""
+"""For every measured number: its command, date, versions and machine, its file, and a limit on its time."""
 
 from __future__ import annotations
 
