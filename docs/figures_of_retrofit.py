@@ -29,7 +29,8 @@ from measured_arms import (
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
-    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default-share15", "default"),
+    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default-share15", "default-24M"),
+    "default",
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")
@@ -171,7 +172,8 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    for label, arm in on_file([*GATES, "stretch-bound", "default", "default-share15", *LORA, *NO_ROPE]).items():
+    pressed = ("default", "default-share15", "default-24M")
+    for label, arm in on_file([*GATES, "stretch-bound", *pressed, *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]

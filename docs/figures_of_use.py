@@ -86,19 +86,28 @@ def decoding_with_a_horizon() -> str:
 
 
 def cache_left() -> str:
-    """Megabytes that the allocator counts for a cache, and seconds to read a prompt, from generate-horizon.json."""
+    """Megabytes that the allocator counts for a cache, from generate-horizon.json."""
     rows = []
     for cell, found in read("generate-horizon.json")["cells"].items():
-        mb = {name: row.get("cache_mb") for name, row in found.items()}
-        whole, left = mb.get("fox-full"), mb.get("fox")
+        whole, left, base = (found.get(name, {}).get("cache_mb") for name in ("fox-full", "fox", "base"))
         share = over(left, whole)
-        caches = [whole, left, share and 100 * share, mb.get("base")]
-        # one round alone compiles kernels while it reads
-        read_in = {name: row.get("first_ms") for name, row in found.items() if row.get("rounds", 1) > 1}
-        prompts = [over(read_in.get(name), 1000) for name in ("fox-full", "fox", "fox-dense", "base")]
-        rows.append([cell, *(shown(x, ".0f") for x in caches), *map(shown, prompts)])
-    header = ["batch x context", "all keys, MB", "forgetting, MB", "left, %", "base, MB"]
-    return table([*header, "prompt read, s: all keys kept", "freed meanwhile", "no horizon", "base"], rows)
+        rows.append([cell, *(shown(x, ".0f") for x in (whole, left, share and 100 * share, base))])
+    return table(["batch x context", "all keys, MB", "forgetting, MB", "left, %", "base, MB"], rows)
+
+
+def one_row() -> str:
+    """One row by today's code in one run, from generate-one-row.json: decoding, bytes and the first token."""
+    rows = []
+    for cell, found in read("generate-one-row.json")["cells"].items():
+        fox, full, dense, base = (found[name] for name in ("fox", "fox-full", "fox-dense", "base-flash"))
+        times = [row["gpu_ms"] for row in (base, dense, full, fox)]
+        ratios = [over(fox[name], base[name]) for name in ("gpu_ms", "wall_ms")]
+        first = [row["first_ms"] / 1000 for row in (dense, full, fox)]
+        left = f"{100 * fox['cache_mb'] / full['cache_mb']:.1f}"
+        rows.append([cell.removeprefix("1 x "), *map(shown, (*times, *ratios)), left, *map(shown, first)])
+    header = ["context", "kernels, ms: base", "no horizon", "all keys kept", "forgetting", "forgetting / base"]
+    header += ["token to token: forgetting / base", "bytes left, %"]
+    return table([*header, "first token, s: no horizon", "all keys kept", "forgetting"], rows)
 
 
 def of_layers(rows: list[dict]) -> dict[tuple[int, int], dict[str, float]]:

@@ -200,6 +200,7 @@ OF_RESULTS = (
     figures.corpus,
     figures_of_use.decoding_with_a_horizon,
     figures_of_use.cache_left,
+    figures_of_use.one_row,
     figures_of_use.decoding_layers,
     figures_of_use.horizon_kernels,
     figures_of_use.quantised,

@@ -45,6 +45,8 @@ LABELS = {
     "default-budget": "**default**, with its budget",
     "default-share15": "`share: 0.15`",
     "default-share15-seed1": "`share: 0.15`, seed 1",
+    "default-24M": "24M tokens, `share: 0.15`",
+    "default-24M-seed1": "24M tokens, `share: 0.15`, seed 1",
     "half-lives-512-seed1": "half-lives to 512, seed 1",
     "default": "**default**",
     "default-seed1": "**default**, seed 1",
