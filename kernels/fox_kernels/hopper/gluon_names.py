@@ -1,13 +1,9 @@
-"""Gluon's names that differ between Triton 3.6 and 3.9, under one name each."""
+"""Gluon's names that differ from one Triton to another, 3.6 to 3.9, under one name each."""
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
-
-from ..host.device import triton_version
-
-LATER = (triton_version() or (0, 0)) >= (3, 9)
 
 
 @builtin
@@ -18,7 +14,8 @@ def _reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-thread_barrier = gl.barrier if LATER else gl.thread_barrier
-tma_reduce_add = tma.async_atomic_add if LATER else _reduce_add  # before, libtriton alone had it
-tma_load = tma.async_load if LATER else tma.async_copy_global_to_shared
-tma_store = tma.async_store if LATER else tma.async_copy_shared_to_global
+# each time the former since Triton
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7
+tma_reduce_add = getattr(tma, "async_atomic_add", _reduce_add)  # 3.8
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.8
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.8
