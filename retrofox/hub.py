@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
 from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of
@@ -32,7 +33,10 @@ def check_complete(directory: Path) -> None:
     Checked: config.json with spec and auto_map, the code that it names, every shard by header and size, every tensor
     that the model needs, all of them finite.
     """
-    entries = read_config(directory).get("auto_map") or {}
+    config = read_config(directory)
+    if "fox" not in config:
+        raise ValueError(f"{directory} is no converted model: make one by `retrofox convert`, and push that")
+    entries = config.get("auto_map") or {}
     code = {f"{name.partition('.')[0]}.py" for name in entries.values()}
     if shards.find(directory).pickled or not code or not all((directory / name).is_file() for name in code):
         raise ValueError(
@@ -65,6 +69,7 @@ def push(
     """
     if repo.count("/") != 1:  # of a name alone the Hub would make user/name, and then look for the name alone
         raise ValueError(f"{repo!r} is not the name of a Hub repository: give org/name")
+    validate_repo_id(repo)
     directory = Path(directory)
     contents = _contents(directory)
     if (directory / "adapter_config.json").is_file():

@@ -105,7 +105,7 @@ def require_heads(open_heads: int | Sequence[Sequence[int]], layers: int, kv_hea
     if lacking:
         raise ValueError(
             f"open_heads {open_heads}: the model has {kv_heads} kv heads in each of layers 0..{layers - 1}, "
-            f"{layers * kv_heads} in all"
+            f"{layers * kv_heads} in all: set fox.open_heads, to a tenth of them as the default does"
         )
 
 

@@ -29,7 +29,7 @@ def plan(
         str | None,
         typer.Option(help="a100-40, a100-80, h100, h200, b200, l40s, 4090 or 5090; default: this machine's."),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of a GPU that has no name here, such as 80G.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory in place of the GPU's own, such as 80G.")] = None,
     flops: Annotated[str | None, typer.Option(help="Its peak of bfloat16 operations a second, such as 990T.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: 1, or as launched.")] = None,
     sharding: Annotated[

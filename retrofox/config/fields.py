@@ -40,6 +40,8 @@ def read_fox(value: Any) -> FoxSpec:
     if isinstance(value, FoxSpec):
         return value
     if isinstance(value, dict):
+        if told := [key for key in ("base", "base_revision", "version") if value.get(key) is not None]:
+            raise ValueError(f"{told[0]}: conversion fills it in, remove it")
         value = {str(key): _tokens(item) if key in TOKENS else item for key, item in value.items()}
     return FoxSpec.from_dict(value)
 

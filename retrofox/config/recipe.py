@@ -76,6 +76,8 @@ class DataConfig(Section):
     )
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
+        told = self.fact_share or any(source.fact_share for source in self.train)
+        yield self.questions > 0 and not told, "questions are a share of the facts: set fact_share, or remove questions"
         weighted = any(source.weight != 1.0 for source in self.eval)
         yield weighted, "weights are for texts to train on; held-out windows come evenly from all sources of eval"
 
@@ -153,7 +155,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """How often a line is logged, and where else it goes."""
 
-    every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
+    every: int = Field(default=10, ge=1, description="optimizer steps between log lines; a checkpoint has one, too")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
     eval_tokens: Positive = Field(default=262_144, description="held-out tokens scored before and after each stage")
 

@@ -12,7 +12,7 @@ from retrofox.config import Source
 from retrofox.data.backend import backend, special_literals
 from retrofox.data.chat import ChatEncoder
 from retrofox.data.read import Record
-from retrofox.data.synthetic_facts import with_facts
+from retrofox.data.synthetic_facts import lacks_words, with_facts
 
 MESSAGES = "messages"
 """The field of conversations where none is named."""
@@ -41,11 +41,13 @@ class Encoded(NamedTuple):
 
     `learnt`: of a conversation, 1 at the tokens that the assistant wrote, uint8.
     `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the text.
+    `untold`: whether facts are wanted, and it has too few words for any.
     """
 
     tokens: np.ndarray
     learnt: np.ndarray | None = None
     literals: int = 0
+    untold: bool = False
 
 
 class Encoder:
@@ -80,7 +82,8 @@ class Encoder:
         found = [Encoded(np.empty(0, dtype=self.dtype))] * len(texts)
         told = [with_facts(texts[n], share, questions) if share else texts[n] for n in filled]
         for number, tokens in zip(filled, self.encode(told), strict=True):
-            found[number] = Encoded(tokens, literals=self._literals(texts[number]))
+            untold = share > 0 and lacks_words(texts[number])
+            found[number] = Encoded(tokens, literals=self._literals(texts[number]), untold=untold)
         return found
 
     def _conversation(self, record: Record, chat: ChatEncoder) -> Encoded:

@@ -20,7 +20,8 @@ DIGESTS = "digests.json"
 class Shard:
     """One unit's tokens: file stem, counts and checksum.
 
-    `literals`: special tokens spelled out in the texts. `chat`: KEY.learnt marks the tokens to learn.
+    `literals`: special tokens spelled out in the texts. `chat`: KEY.learnt marks the tokens to learn. `untold`:
+    documents with too few words for the facts that are wanted.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Shard:
     sha256: str
     literals: int = 0
     chat: bool = False
+    untold: int = 0
 
     def check(self, folder: Path) -> None:
         """Raises ValueError if a file is missing or has another size than was written."""

@@ -11,6 +11,7 @@ from retrofox.data.packed import PackedDataset
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.interruptions import Interruptions
+from retrofox.support.report import check_folder
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
     Raises:
         FileNotFoundError, ValueError: see `prepare_sources`.
     """
+    check_folder(data.cache_dir, "token shards (`data.cache`)")
     options: dict[str, Any] = {"progress": progress, "text_field": data.text_field}
     options["split_special_tokens"] = data.split_special_tokens
     train = prepare_sources(data.read_as(), tokenizer, data.cache_dir, **options)

@@ -89,6 +89,7 @@ class Manifest:
                     "empty_documents": sum(shard.empty for shard in source.shards),
                     "tokens": source.tokens,
                     "special_tokens_spelled_out": sum(shard.literals for shard in source.shards),
+                    "documents_without_words_for_facts": sum(shard.untold for shard in source.shards),
                 }
                 for source in self.sources
             ],
@@ -152,6 +153,10 @@ def prepare_sources(
             read = "plain text" if split_special_tokens else "these tokens (split_special_tokens: false)"
             told = f"{source.path}: its texts spell out special tokens {literals:,} times: read as {read}"
             print(told, file=sys.stderr)
+        untold = sum(shard.untold for shard in made)
+        if untold and progress:
+            few = f"{untold:,} of {prepared[-1].documents:,} documents have too few words of 4 to 9 letters for facts"
+            print(f"{source.path}: {few}", file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
 

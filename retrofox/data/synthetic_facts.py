@@ -89,6 +89,11 @@ def with_facts(text: str, share: float = 1.0, questions: float = 0.0) -> str:
     return _inserted(text, pieces)
 
 
+def lacks_words(text: str) -> bool:
+    """Whether a text has too few different words of 4 to 9 letters to make facts of."""
+    return len(_words(text)) < FEWEST_WORDS
+
+
 def _words(text: str) -> set[str]:
     return set(_WORD.findall(text[:200_000]))
 

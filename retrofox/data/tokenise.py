@@ -83,7 +83,7 @@ class _ShardWriter:
         self.digest = hashlib.sha256()
         self.lengths: list[int] = []
         self.learnt: list[np.ndarray] = []
-        self.empty, self.literals = 0, 0
+        self.empty, self.literals, self.untold = 0, 0, 0
         self.files = contextlib.ExitStack()
         self.tokens = self.files.enter_context(temporary(folder, f"{self.key}.tokens"))
         self.stream = self.files.enter_context(self.tokens.open("wb"))
@@ -91,6 +91,7 @@ class _ShardWriter:
     def add(self, document: Encoded) -> None:
         """Appends a document; one without tokens is counted, not kept."""
         self.literals += document.literals
+        self.untold += document.untold
         if not len(document.tokens):
             self.empty += 1
             return
@@ -123,6 +124,7 @@ class _ShardWriter:
             sha256=self.digest.hexdigest(),
             literals=self.literals,
             chat=bool(self.learnt),
+            untold=self.untold,
         )
         write_json(self.folder / f"{self.key}.json", {"format": FORMAT, "shard": asdict(shard)})
         self.files.close()

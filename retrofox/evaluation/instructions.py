@@ -39,7 +39,7 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
     """The first `count` of 208 prompts: after two that a program can check one that it can't, while there are both.
 
     Raises:
-        ValueError: a tokenizer without a chat template.
+        ValueError: more than there are; a tokenizer without a chat template.
     """
     free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]
     checkable = [(text.format(topic), check) for topic in TOPICS for text, check in INSTRUCTIONS]
@@ -47,6 +47,8 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
     while free or checkable:
         prompts += [*checkable[:2], *free[:1]]
         free, checkable = free[1:], checkable[2:]
+    if count > len(prompts):
+        raise ValueError(f"chat is a number of prompts, {len(prompts)} at most, got {count}")
 
     def first_turn(text: str) -> list[int]:
         turn = [{"role": "user", "content": text}]

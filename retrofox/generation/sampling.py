@@ -22,10 +22,11 @@ def check_sampling(
             f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}",
         ),
         (0 < top_p <= 1, f"top_p must lie in (0, 1], got {top_p}"),
+        (seed is None or 0 <= seed < 2**63, f"seed must be at least 0 and below 2^63, got {seed}"),
     ):
         if not allowed:
             raise ValueError(said)
     "".join(prompts).encode()  # of bytes that are no UTF-8 text it says which: tokenizers give a TypeError
-    idle = [f"{name} {value}" for name, value in (("top_p", top_p), ("seed", seed)) if value not in (1, None)]
+    idle = [f"top_p {top_p}"] * (top_p != 1) + [f"seed {seed}"] * (seed is not None)
     if idle and temperature == 0:
         raise ValueError(f"{idle[0]} has no effect on greedy decoding: give a temperature above 0 too")

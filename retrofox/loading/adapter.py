@@ -44,10 +44,12 @@ def base_of(adapter: Path) -> str:
     """The base checkpoint an adapter names; beside the adapter's directory where both were moved together.
 
     Raises:
-        FileNotFoundError: a local base that is in neither place.
+        FileNotFoundError: no adapter, or a local base that is in neither place.
         ValueError: the adapter's config is damaged.
     """
     file = adapter / "adapter_config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{adapter} is no adapter: it has no {file.name}. A whole model needs no merge")
     try:
         named = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError) as error:

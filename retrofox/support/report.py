@@ -34,14 +34,14 @@ from retrofox.version import __version__
 PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
 
 
-def check_folder(out: str | os.PathLike | None) -> None:
-    """Raises ValueError where results can't go, before they are made: `out` is a file, lies below one, is read-only."""
+def check_folder(out: str | os.PathLike | None, what: str = "results") -> None:
+    """Raises ValueError where `what` can't go, before it is made: `out` is a file, lies below one, is read-only."""
     if out is None:
         return
     there = nearest_existing(Path(out))
     reason = why_unwritable(there) if there.is_dir() else "it is a file"
     if reason is not None:
-        raise ValueError(f"results can't go to {out}: {there} can't be written to ({reason}); name another directory")
+        raise ValueError(f"{what} can't go to {out}: {there} can't be written to ({reason}); name another directory")
 
 
 def environment() -> dict[str, Any]:

@@ -165,9 +165,9 @@ def refuse_mingling(out: Path, base: str) -> None:
     elif model.is_dir() and run.is_relative_to(model):
         clash = f"lies inside the model, {base}"
     elif not ours and ((out / "model").exists() or (out / "converted").exists()):
-        clash = "has a model, and not of a run: move it away"
+        clash = "has a model, and not of a run (move it away)"
     if clash is not None:
-        raise ValueError(f"output {out} {clash}, or choose another `output`")
+        raise ValueError(f"output {out} {clash}: choose another `output`")
 
 
 def _discard_conversion(out: Path, recipe: Recipe) -> None:

@@ -34,6 +34,7 @@ from retrofox.parallel.shards import check_length
 from retrofox.planning.refusals import refuse_budget
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
+from retrofox.support.report import check_folder
 from retrofox.training.chunked_loss import choose_cross_entropy
 from retrofox.training.model import built, set_attention, trained_config
 from retrofox.training.model_tweaks import save_memory
@@ -63,6 +64,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
 
     collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe.optim)
+    collect(check_folder, recipe.output, "the run (`output`)")
+    collect(check_folder, recipe.data.cache_dir, "token shards (`data.cache`)")
     collect(refuse_mingling, Path(recipe.output), recipe.model)
     collect(batches_of, Path(recipe.output), recipe)
     readers = readers_of(recipe.parallel, devices)

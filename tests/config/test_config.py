@@ -227,6 +227,18 @@ def test_fields_without_effect_are_refused(fox):
         validate({**read_yaml(MINIMAL, "x"), "fox": fox})
 
 
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"fox": {"base": "another"}}, "base: conversion fills it in"),
+        ({"data": {"train": ["a/"], "questions": 0.5}}, "questions are a share of the facts: set fact_share"),
+    ],
+)
+def test_what_a_recipe_can_not_mean_is_refused(section, reason):
+    with pytest.raises(ValueError, match=reason):
+        validate({**read_yaml(MINIMAL, "x"), **section})
+
+
 def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
     recipe = load_recipe(next(path for path in RECIPES if path.stem == "smollm2-stretch")).fox
     assert recipe is not None

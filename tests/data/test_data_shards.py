@@ -196,6 +196,15 @@ def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards
         assert f"a.txt: its texts spell out special tokens 3 times: read as {read}" in (capsys.readouterr().err)
 
 
+def test_how_many_texts_have_too_few_words_for_facts_is_said(tmp_path, tokenizer, capsys):
+    for name, text in (("few.txt", "12 34 " * 50), ("many.txt", " ".join(f"word{chr(97 + n)}" for n in range(20)))):
+        (tmp_path / name).write_text(text)
+    source = Source(path=str(tmp_path / "*.txt"), fact_share=1.0)
+    summary = prepare_sources([source], tokenizer, tmp_path / "out").summary()
+    assert summary["sources"][0]["documents_without_words_for_facts"] == 1
+    assert "1 of 2 documents have too few words of 4 to 9 letters for facts" in capsys.readouterr().err
+
+
 def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
     prepared([texts[1]], tokenizer, tmp_path / "out")
     for damage in ("{", "[]", "null", ""):

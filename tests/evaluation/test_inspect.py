@@ -132,7 +132,7 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
     ("data", "options", "message"),
     [
         (None, {"length": 1}, "length must be at least 2"),
-        (None, {"horizon": 8.0}, r"measured on texts \(--data\); got 8.0"),
+        (None, {"horizon": 8.0}, "measured on texts: give --data"),
         (["nowhere.txt"], {"horizon": -1.0}, r"horizon is a positive number .* got -1.0"),
     ],
 )

@@ -169,6 +169,7 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypat
         ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
         ({"length": 8}, "length must be at least 64"),
         ({"data": [f"chat={texts[0]}"], "chat": 1}, 'the kind "chat" is the base\'s answers'),
+        ({"chat": 209}, "chat is a number of prompts, 208 at most, got 209"),
     ):
         with pytest.raises(ValueError, match=message):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})

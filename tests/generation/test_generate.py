@@ -109,7 +109,8 @@ def test_bad_options_are_refused(opened):
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
         ({"temperature": float("nan")}, "temperature must be 0"),
-        ({"seed": 0}, "seed 0 has no effect on greedy decoding"),
+        ({"seed": 1}, "seed 1 has no effect on greedy decoding"),
+        ({"seed": 1 << 63, "temperature": 1.0}, "seed must be at least 0 and below 2"),
         ({"prompts": ["a", "\udcff"]}, "surrogates not allowed"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -153,6 +153,8 @@ def test_private_refuses_a_repository_that_is_public(online, converted):
     before = online.commit("me/fox", {"README.md": b"public"})
     with pytest.raises(ValueError, match="me/fox is public and --private was asked for: nothing was uploaded"):
         push(converted, "me/fox", private=True)
+    with pytest.raises(ValueError, match="Repo id must"):
+        push(converted, "me/a fox", dry_run=True)
     with pytest.raises(ValueError, match="'fox' is not the name of a Hub repository"):
         push(converted, "fox")
     assert list(online.repos["me/fox"]) == [before]
@@ -253,7 +255,7 @@ def test_the_cards_lines_run_and_ask_no_question(converted, tmp_path):
 
 def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_path):
     for directory, error, match in (
-        (pico_checkpoint, ValueError, "lacks its code"),
+        (pico_checkpoint, ValueError, "is no converted model: make one by `retrofox convert`"),
         (tmp_path / "missing", FileNotFoundError, "no such directory"),
     ):
         with pytest.raises(error, match=match):

@@ -141,6 +141,9 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
         assert "the model to train, and the run would write over it" in refusal(recipe, f"model={theirs}")
         assert {path: path.read_bytes() for path in theirs.rglob("*")} == before
         theirs.rename(tmp_path / theirs.name)
+    (tmp_path / "file").touch()
+    assert "the run (`output`) can't go to" in refusal(recipe, f"output={tmp_path / 'file' / 'run'}")
+    assert "token shards (`data.cache`) can't go to" in refusal(recipe, f"data.cache={tmp_path / 'file'}")
     before = sorted(pico_fox_checkpoint.iterdir())
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint}")
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint / 'run'}")
