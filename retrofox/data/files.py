@@ -20,8 +20,7 @@ DIGESTS = "digests.json"
 class Shard:
     """One unit's tokens: file stem, counts and checksum.
 
-    `literals`: special tokens spelled out in the texts. `chat`: KEY.learnt marks the tokens to learn. `untold`:
-    documents with too few words for the facts that are wanted.
+    `literals`: special tokens spelled out. `chat`: KEY.learnt marks what to learn. `untold`: documents without facts.
     """
 
     key: str

@@ -155,8 +155,8 @@ def prepare_sources(
             print(told, file=sys.stderr)
         untold = sum(shard.untold for shard in made)
         if untold and progress:
-            few = f"{untold:,} of {prepared[-1].documents:,} documents have too few words of 4 to 9 letters for facts"
-            print(f"{source.path}: {few}", file=sys.stderr)
+            few = f"{untold:,} of {prepared[-1].documents:,} documents"
+            print(f"{source.path}: {few} have too few words of 4 to 9 letters for facts", file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
 

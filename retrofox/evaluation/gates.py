@@ -84,10 +84,8 @@ def inspect(
     """
     require_at_least(2, length=length)
     require_at_least(1, max_documents=max_documents)
-    if horizon is not None and not 0 < horizon < math.inf:
-        raise ValueError(f"horizon is a positive number of nats, got {horizon}")
-    if horizon is not None and not data:
-        raise ValueError("a horizon is measured on texts: give --data, too")
+    if horizon is not None and not (data and 0 < horizon < math.inf):
+        raise ValueError(f"a horizon is above 0 nats, and measured on texts (give --data, too); got {horizon}")
     check_folder(out)
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded

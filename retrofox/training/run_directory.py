@@ -76,13 +76,11 @@ def output_lock(out: Path) -> Iterator[None]:
     """Holds OUTPUT for this process inside a `with` block; the operating system ends the lock with the process.
 
     Raises:
-        ValueError: another run has it, or it can't be made.
+        ValueError: another run has it.
+        OSError: it can't be made.
     """
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't make {out} ({error.strerror}): choose another `output`") from error
+    out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / ".lock", timeout=1)  # a run that was just killed gives its lock back by then
     try:
         lock.acquire()

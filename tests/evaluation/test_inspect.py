@@ -132,8 +132,8 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
     ("data", "options", "message"),
     [
         (None, {"length": 1}, "length must be at least 2"),
-        (None, {"horizon": 8.0}, "measured on texts: give --data"),
-        (["nowhere.txt"], {"horizon": -1.0}, r"horizon is a positive number .* got -1.0"),
+        (None, {"horizon": 8.0}, r"measured on texts \(give --data, too\); got 8.0"),
+        (["nowhere.txt"], {"horizon": -1.0}, r"horizon is above 0 nats.* got -1.0"),
     ],
 )
 def test_refusals(make_fox, tokenizer, data, options, message):
