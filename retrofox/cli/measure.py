@@ -186,7 +186,6 @@ def report(
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     text_field: TextField = "text",
-    name: Annotated[str | None, typer.Option(help="What the page calls the model; by default its directory.")] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -203,5 +202,5 @@ def report(
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
-    options |= {"name": name, "tasks": names, "include_path": include_path, "limit": limit}
+    options |= {"tasks": names, "include_path": include_path, "limit": limit}
     run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from retrofox.loading.source import holds_converted
 from retrofox.reporting.page import render
 from retrofox.reporting.sections import Asked, Kept, ReportPart, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
-from retrofox.reporting.summary import call_model, summarise
+from retrofox.reporting.summary import summarise
 from retrofox.support.files import write_result
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import duration, environment
@@ -41,7 +41,6 @@ def report(
     include_path: str | None = None,
     limit: int | None = None,
     text_field: str = "text",
-    name: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     progress: bool = True,
@@ -61,7 +60,6 @@ def report(
         out: where it goes; None = the folder "report" in a converted model's directory; `push` leaves it at home.
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
-        name: what page and figures call the model; None = its directory's name.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path` and `limit` as in `evaluate`.
 
     Returns:
@@ -98,8 +96,6 @@ def report(
         done = _run_all(parts, kept, missing, where, console)
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
-    if name is not None:
-        call_model({part: entry["result"] for part, entry in done.items()}, name)
     result: dict[str, Any] = {
         "suite": suite,
         "model": asked.model,

@@ -65,29 +65,6 @@ def headline(rows: list[dict[str, Any]], few: list[str]) -> str:
     return "No difference to the base shown" + (f"; too few: {', '.join(few)}" if few else "")
 
 
-def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
-    """Gives the model another name in all results, and so in the figures drawn of them.
-
-    Raises:
-        ValueError: another column has that name.
-    """
-    if any(label == name for result in results.values() for key, label in result["names"].items() if key != "model"):
-        raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
-    for result in results.values():
-        result["names"]["model"] = name
-        for line in (*result.get("lines", ()), *result.get("curves", ()), *result.get("difference_curves", ())):
-            if line["key"] == "model":
-                line["label"] = name
-        if "kinds" in result:
-            result["model"]["label"] = name
-        if "answers" in result:
-            models = result["models"].items()
-            old = next(label for label, values in models if values["role"] == "model")
-            result["models"] = {name if label == old else label: values for label, values in models}
-            for answer in result["answers"]:
-                answer["model"] = name if answer["model"] == old else answer["model"]
-
-
 def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:
     row = {"topic": topic, "what": what, "unit": unit, "values": values}
     return {**row, "difference": difference, "state": state}

@@ -77,7 +77,6 @@ def output_lock(out: Path) -> Iterator[None]:
 
     Raises:
         ValueError: another run has it.
-        OSError: it can't be made.
     """
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ PLACE = {"device": None, "dtype": None}
 NEEDLE = {"depths": 3, "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o")}
 PANEL = {"quick": True, "length": 1024, "tokens": 4096, "chat": 5, "text_field": "text"}
 REPORT = {"length": 4096, "max_documents": 5, "trials": 6, "tasks": ["short", "piqa"]}
-REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu", "dtype": "float32", "name": "N"}
+REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu", "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ REPORT |= {"include_path": "i", "limit": 3, "text_field": "body", "device": "cpu
         ),
         (
             "report me/m --against me/b me/c --data x y --suite long --out o --length 4Ki --max-documents 5 --trials 6 "
-            "--tasks short,piqa --include-path i --limit 3 --text-field body --name N --device cpu "
+            "--tasks short,piqa --include-path i --limit 3 --text-field body --device cpu "
             "--dtype float32",
             "retrofox.reporting.report.report",
             ("me/m", ["me/b", "me/c"], ["x", "y"], "long", Path("o")),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import copy
 import re
-import shutil
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from retrofox.reporting.page import render
-from retrofox.reporting.report import report
 from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, cell, difference, summarise
 
 
@@ -81,22 +79,6 @@ def test_memory_comes_first_and_everything_has_its_place(page, made):
         assert row["what"] in read.text
     for texts in made["result"]["summary"]["sentences"].values():
         assert all(text in read.text for text in texts)
-
-
-def test_a_name_of_the_users_stands_for_the_model_in_figures_too(made, tmp_path):
-    shutil.copytree(made["out"], tmp_path / "out")
-    given = {**made["given"], "out": tmp_path / "out"}
-    result = report(**given, name="My model")
-    assert result["summary"]["labels"]["model"] == "My model"
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "<h1>My model</h1>" in page
-    said = re.sub(r"<wbr>|base64,[A-Za-z0-9+/=]+|<dl>.*?</dl>|<pre>.*?</pre>", "", page, flags=re.S)
-    assert not re.search(r"\bfox\b", said.replace("retrofox", ""))
-    drawn = "".join(figures(page))
-    assert "My model" in drawn
-    assert "<!-- fox -->" not in drawn  # matplotlib writes each text beside its glyphs
-    with pytest.raises(ValueError, match="name 'base' is that of another column"):
-        report(**given, name="base")
 
 
 def figures(page: str) -> list[str]:
