@@ -155,7 +155,7 @@ def prepare_sources(
             print(told, file=sys.stderr)
         untold = sum(shard.untold for shard in made)
         if untold and progress:
-            print(f"{source.path}: {untold:,} documents lack words for facts, 16 of 4 to 9 letters", file=sys.stderr)
+            print(f"{source.path}: documents without words for facts (16, of 4-9 letters): {untold:,}", file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
 

@@ -202,7 +202,7 @@ def test_how_many_texts_have_too_few_words_for_facts_is_said(tmp_path, tokenizer
     source = Source(path=str(tmp_path / "*.txt"), fact_share=1.0)
     summary = prepare_sources([source], tokenizer, tmp_path / "out").summary()
     assert summary["sources"][0]["documents_without_words_for_facts"] == 1
-    assert "1 documents lack words for facts, 16 of 4 to 9 letters" in capsys.readouterr().err
+    assert "documents without words for facts (16, of 4-9 letters): 1" in capsys.readouterr().err
 
 
 def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
