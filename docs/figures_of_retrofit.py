@@ -26,14 +26,14 @@ from measured_arms import (
     worst_row,
 )
 
-DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default")
+DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "default-24M")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
-    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default-share15", "default-24M"),
+    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "default-budget", "default-share15"),
     "default",
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", "no-gates-12M", "default")
+RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", *DEFAULT[-4:])
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 PRESSED = ("pressed-start", "pressed-equal", "pressed-hinge", "pressed-cost")

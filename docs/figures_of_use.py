@@ -96,17 +96,23 @@ def cache_left() -> str:
 
 
 def one_row() -> str:
-    """One row by today's code in one run, from generate-one-row.json: decoding, bytes and the first token."""
-    rows = []
+    """One row by today's code in one run, from generate-one-row.json: decoding, bytes and the first token.
+
+    Bytes of the base's smaller caches are of generate-peers.json. Their times are transformers' loop's, not shown.
+    """
+    rows, peers = [], read("generate-peers.json")["cells"]
     for cell, found in read("generate-one-row.json")["cells"].items():
         fox, full, dense, base = (found[name] for name in ("fox", "fox-full", "fox-dense", "base-flash"))
+        smaller = [peers.get(cell, {}).get(name, {}) for name in ("base-fp8", "base-streaming")]
         times = [row["gpu_ms"] for row in (base, dense, full, fox)]
         ratios = [over(fox[name], base[name]) for name in ("gpu_ms", "wall_ms")]
         first = [row["first_ms"] / 1000 for row in (dense, full, fox)]
         left = f"{100 * fox['cache_mb'] / full['cache_mb']:.1f}"
-        rows.append([cell.removeprefix("1 x "), *map(shown, (*times, *ratios)), left, *map(shown, first)])
+        megabytes = [shown(row.get("cache_mb"), ".0f") for row in (base, *smaller, fox)]
+        rows.append([cell.removeprefix("1 x "), *map(shown, (*times, *ratios)), *megabytes, left, *map(shown, first)])
     header = ["context", "kernels, ms: base", "no horizon", "all keys kept", "forgetting", "forgetting / base"]
-    header += ["token to token: forgetting / base", "bytes left, %"]
+    header += ["token to token: forgetting / base"]
+    header += ["cache, MB: base", "8 bits", "StreamingLLM", "forgetting", "left of all keys kept, %"]
     return table([*header, "first token, s: no horizon", "all keys kept", "forgetting"], rows)
 
 

@@ -168,7 +168,6 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         cell: f"{row['fox']['first_ms'] / row['fox-dense']['first_ms']:.2f}"
         for cell, row in figures.read("generate-one-row.json")["cells"].items()
     }
-    walls = {cell: f"{row['fox']['wall_ms'] / row['base-flash']['wall_ms']:.2f}" for cell, row in cells.items()}
     ruler = {}
     for name in pairs:
         *some, last = [f"{100 * row['mean']:.0f}" for row in arms[name]["ruler"]]
@@ -206,8 +205,6 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"takes {between('plain Triton', 'official')} of the official kernel's time",
         ],
         "docs/results.md": [
-            f"After 32k tokens a step takes {walls['1 x 32768']} of the base's time at one row and "
-            f"{walls['16 x 32768']} at sixteen, after 128k {walls['1 x 131072']} and {walls['16 x 131072']}.",
             f"At 32k it finds {easy['default']} and {easy['default-seed1']} % of easy ones, YaRN x 8 by the same "
             f"stages {easy['yarn8-12M']} and {easy['yarn8-12M-seed1']}",
         ],
