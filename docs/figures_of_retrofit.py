@@ -133,6 +133,8 @@ ARM_TABLES = {
     "retrofit_no_rope": NO_ROPE,
 }
 """Generated part -> its arms."""
+PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": ("yarn8-24M", "default-24M")}
+"""The same; the second's arms read other documents."""
 
 
 def retrofit_loss() -> str:
@@ -146,9 +148,9 @@ def retrofit_loss() -> str:
     return table(["arm", *starts.values()], rows)
 
 
-def retrofit_panel() -> str:
+def panel_table(names: Sequence[str]) -> str:
     """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
-    arms = {label: panel_rows(arm) for label, arm in on_file(PANELS).items()}
+    arms = {label: panel_rows(arm) for label, arm in on_file(names).items()}
     arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
     kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
     rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]

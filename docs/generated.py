@@ -182,7 +182,6 @@ OF_RESULTS = (
     figures_of_retrofit.readme_table,
     figures_of_retrofit.retrofit_live,
     figures_of_retrofit.cache_methods,
-    figures_of_retrofit.retrofit_panel,
     figures_of_retrofit.retrofit_instructions,
     figures_of_retrofit.retrofit_ruler,
     figures_of_retrofit.retrofit_ruler_tasks,
@@ -213,6 +212,8 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 for name, arms in figures_of_retrofit.ARM_TABLES.items():
     PARTS[name] = functools.partial(figures_of_retrofit.arms_table, arms)
+for name, arms in figures_of_retrofit.PANEL_TABLES.items():
+    PARTS[name] = functools.partial(figures_of_retrofit.panel_table, arms)
 OF_THE_SITE = (commands, recipe_fields)
 
 if __name__ == "__main__":
