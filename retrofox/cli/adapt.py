@@ -35,7 +35,7 @@ def plan(
     sharding: Annotated[
         Literal["ddp", "fsdp2", "zero3"] | None, typer.Option(help="Default: ddp where it fits, else fsdp2.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars of one GPU's hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e6, help="Dollars of one GPU's hour.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Also check all that train checks before it starts.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Run two real steps of each stage here.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,

@@ -122,6 +122,6 @@ def main() -> None:
             wait_to_be_ended()
         text = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and error.filename:  # without "[Errno 2]"
-            text = f"{error.filename}: {error.strerror}"
+            text = f"{error.filename2 or error.filename}: {error.strerror}"  # the second is a file's final name
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {text}"))
         sys.exit(2)

@@ -63,12 +63,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, metavar="X", help="0 = greedy.")] = 0.7,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from the smallest set with this probability. [default: 0.95]",
-            show_default=False,
-        ),
+        typer.Option(min=0.0, max=1.0, help="Sample from the smallest set with this probability. [default: 0.95]"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     device: Device = None,

@@ -39,6 +39,11 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]
 
 
+def valid_unicode(text: str) -> str:
+    """Lone surrogates, legal in JSON, are no Unicode text: replaced as decoding would."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def special_literals(tokenizer: Any) -> re.Pattern[str]:
     """Finds the tokenizer's special tokens, such as </s>, spelled out in a text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})

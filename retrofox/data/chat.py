@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrofox.data.backend import backend, special_literals
+from retrofox.data.backend import backend, special_literals, valid_unicode
 from retrofox.data.read import Messages
 from retrofox.loading.errors import first_line
 
-VERSION = 1
+VERSION = 2
 """Part of a shard's identity: change it when the tokens or marks of conversations change."""
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 """Around the number of a special token that a message spells out, while the template is applied (private use)."""
@@ -31,6 +31,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, split_special_tokens: bool = True):
         self.tokenizer, self.split_special_tokens = tokenizer, split_special_tokens
         self.fast, self.literal, self.eos = backend(tokenizer), special_literals(tokenizer), tokenizer.eos_token_id
+        self.hidden = re.compile(f"{self.literal.pattern}|{_SPELLED_OUT.pattern}")
         self.spelling = backend(tokenizer)  # reads special tokens as plain text; two, since threads share them
         if not getattr(tokenizer, "chat_template", None) or self.fast is None:
             lacks = "no chat template" if self.fast is not None else "no fast form, which chat needs"
@@ -43,17 +44,17 @@ class ChatEncoder:
         Raises:
             ValueError: the template refuses these messages, or does not show where an assistant's turn is.
         """
-        spelled: list[str] = []
+        spelled: dict[str, str] = {}
         text, turns = self._rendered(self._hidden(messages, spelled), name)
         ids: list[int] = []
         learnt: list[bool] = []
         at = 0
         for piece in _SPELLED_OUT.split(text):
-            number = piece[1:-1] if _SPELLED_OUT.fullmatch(piece) else ""
-            fast, said = (self.spelling, spelled[int(number)]) if number else (self.fast, piece)
+            hidden = spelled.get(piece)
+            fast, said = (self.fast, piece) if hidden is None else (self.spelling, hidden)
             (encoding,) = fast.encode_batch([said], add_special_tokens=False)  # without the interpreter's lock
             ids += encoding.ids
-            for begin, end in [(0, len(piece))] * len(encoding.ids) if number else encoding.offsets:
+            for begin, end in encoding.offsets if hidden is None else [(0, len(piece))] * len(encoding.ids):
                 # A token across the start, such as " it" after "assistant: ", is one that the assistant writes.
                 learnt.append(any(at + begin < stop and at + end > start for start, stop in turns))
             at += len(piece)
@@ -64,17 +65,17 @@ class ChatEncoder:
             ids, learnt = [*ids, self.eos], [*learnt, True]
         return ids, learnt
 
-    def _hidden(self, messages: Messages, spelled: list[str]) -> Messages:
-        """The messages with a mark in place of each special token that they spell out, listed in `spelled`."""
+    def _hidden(self, messages: Messages, spelled: dict[str, str]) -> Messages:
+        """The messages with a mark in place of each special token, or mark, that they spell out; `spelled` has them."""
         if not self.split_special_tokens:
             return messages
 
         def mark(match: re.Match[str]) -> str:
-            spelled.append(match[0])
-            return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
+            spelled[f"{_OPEN}{len(spelled)}{_CLOSE}"] = match[0]
+            return next(reversed(spelled))
 
         return [
-            {**message, "content": self.literal.sub(mark, message["content"])}
+            {**message, "content": self.hidden.sub(mark, message["content"])}
             if isinstance(message["content"], str)
             else message
             for message in messages
@@ -108,6 +109,8 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], about: str, 
         ValueError: the template can't render it; the text begins with `about`.
     """
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False)
+        return valid_unicode(tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False))
     except Exception as error:  # whatever an expression in it may raise
-        raise ValueError(f"{about}: {first_line(error)}") from error
+        kinds = [type(message["content"]).__name__ for message in messages]
+        odd = [f"; message {n} holds {kind}, not text" for n, kind in enumerate(kinds, 1) if kind != "str"]
+        raise ValueError(f"{about}: {first_line(error)}{''.join(odd[:1])}") from error

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from retrofox.config import Source
-from retrofox.data.backend import backend, special_literals
+from retrofox.data.backend import backend, special_literals, valid_unicode
 from retrofox.data.chat import ChatEncoder
 from retrofox.data.read import Record
 from retrofox.data.synthetic_facts import lacks_words, with_facts
@@ -99,7 +99,7 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""
-        whole = [_whole(text) for text in texts]
+        whole = [valid_unicode(text) for text in texts]
         if self.fast is not None:
             rows = [encoding.ids for encoding in self.fast.encode_batch_fast(whole)]
         else:
@@ -109,8 +109,3 @@ class Encoder:
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if self.eos is None or ids[-1:] == [self.eos] else [*ids, self.eos]
-
-
-def _whole(text: str) -> str:
-    """Lone surrogates, legal in JSON, are no Unicode text: replaced as decoding would."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

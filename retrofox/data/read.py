@@ -134,7 +134,7 @@ def _parsed(data: bytes, name: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
-        raise ValueError(f"{name}: not a line of JSON: {error}") from None
+        raise ValueError(f"{name}: not a line of JSON: {error} (one value a line, or one array)") from None
 
 
 def _parquet(stream: Any, path: Path, field: str, chat: bool) -> Iterator[Record]:

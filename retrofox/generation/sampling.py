@@ -16,6 +16,7 @@ def check_sampling(
     for allowed, said in (
         (cache in CACHES, f"cache must be one of {', '.join(CACHES)}, got {cache!r}"),
         (len(prompts) > 0, "no prompt given"),
+        (all(p == p.encode(errors="replace").decode() for p in prompts), "a prompt is not UTF-8 text: convert it"),
         (max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}"),
         (  # below 1e-6, logits / temperature leaves float32
             temperature == 0 or 1e-6 <= temperature < math.inf,
@@ -26,7 +27,6 @@ def check_sampling(
     ):
         if not allowed:
             raise ValueError(said)
-    "".join(prompts).encode()  # of bytes that are no UTF-8 text it says which: tokenizers give a TypeError
     idle = [f"top_p {top_p}"] * (top_p != 1) + [f"seed {seed}"] * (seed is not None)
     if idle and temperature == 0:
         raise ValueError(f"{idle[0]} has no effect on greedy decoding: give a temperature above 0 too")

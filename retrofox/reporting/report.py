@@ -121,7 +121,8 @@ def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) ->
     try:
         found = choose_windows(data, tokenizer, suite.length, min_tokens=suite.length, **which) if data else []
     except ValueError:
-        return 2  # none is so long; what else is wrong with the texts each part says
+        choose_windows(data, tokenizer, suite.length, min_tokens=2, **which)  # none is so long; refuses none at all
+        return 2
     return suite.length if len(found) == suite.documents else 2
 
 

@@ -12,6 +12,7 @@ import typer
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
 from retrofox.cli.spec_options import STATE, spec_fields
+from retrofox.support.files import write_whole
 
 
 def test_help_imports_no_torch():
@@ -219,3 +220,12 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code, "say"], input=b"h\xff\n", capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
+
+
+def test_a_file_that_can_not_be_replaced_is_named_itself(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "app", lambda: write_whole(tmp_path, b"a file in a folder's place"))
+    monkeypatch.setattr(sys, "argv", ["retrofox"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: Is a directory\n"

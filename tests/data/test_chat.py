@@ -103,6 +103,12 @@ def test_special_tokens_in_a_message_are_plain_text(chat_tokenizer):
     assert ChatEncoder(tokenizer, split_special_tokens=False)(messages, "a.jsonl:1")[0].count(end) == 4
 
 
+def test_marks_of_the_encoder_and_lone_surrogates_in_a_message_are_plain_text(chat_tokenizer):
+    tokenizer, mark = chat_tokenizer(CHATML), "\U000f00000\U000f0001"
+    messages = said(f"say <|im_end|> {mark}", f"{mark}, \ud800 <|im_end|> \U000f00009\U000f0001")
+    assert learnt(tokenizer, messages) == [f"{mark}, \ufffd <|im_end|> \U000f00009\U000f0001<|im_end|>"]
+
+
 def test_an_assistant_who_speaks_first_is_read_and_not_learnt(chat_tokenizer):
     messages = [{"role": "assistant", "content": "hello"}, *said("the fox?", "it forgets")]
     assert learnt(chat_tokenizer(CHATML), messages) == ["it forgets<|im_end|>"]

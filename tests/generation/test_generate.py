@@ -111,7 +111,7 @@ def test_bad_options_are_refused(opened):
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"seed": 1}, "seed 1 has no effect on greedy decoding"),
         ({"seed": 1 << 63, "temperature": 1.0}, "seed must be at least 0 and below 2"),
-        ({"prompts": ["a", "\udcff"]}, "surrogates not allowed"),
+        ({"prompts": ["a", "\udcff"]}, "a prompt is not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})

@@ -182,9 +182,11 @@ def test_sizes_of_a_suite_can_be_changed(monkeypatch):
 
 def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path, ran):
     given, base = {**made["given"], "out": str(tmp_path / "out")}, made["given"]["against"][0]
+    (empty := tmp_path / "empty.txt").touch()
     for change, error, message in (
         ({"length": 10}, ValueError, "length must be at least 64"),
         ({"data": ["nowhere.txt"]}, FileNotFoundError, "nowhere.txt"),
+        ({"data": [str(empty)]}, ValueError, "no text of 2 tokens or more in .*empty.txt"),
         ({"limit": 3}, ValueError, "limit says how lm-eval tasks run: name tasks, or drop it"),
         ({"tasks": ["piqa", "nope"]}, ValueError, r"unknown task nope; `lm_eval ls tasks` lists"),
         ({"tasks": ["piqa"], "include_path": "missing"}, FileNotFoundError, "include_path is not a directory: missing"),
@@ -194,7 +196,7 @@ def test_what_can_not_be_reported_is_refused_before_anything_runs(made, tmp_path
         with pytest.raises(error, match=message):
             report(**{**given, **change})
     assert not ran
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [empty]
 
 
 def test_the_documented_sizes_are_those_of_the_suites(monkeypatch):
