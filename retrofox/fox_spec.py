@@ -136,8 +136,9 @@ class FoxSpec(FoxFields):
             logger.warning("prune is gone: it approximated attention to all keys, which is computed; see horizon")
         values = {key: value for key, value in values.items() if key != "prune"}
         known = [f.name for f in fields(cls)]
-        for key in values:
-            one_of("a key of fox", key, known)
+        for key in (key for key in values if key not in known):
+            hidden = ("anneal", "base", "version")  # of earlier versions, or filled in by conversion
+            one_of("a key of fox", key, [name for name in known if not name.startswith(hidden)])
         preset = values.get("preset")
         if preset == "fox-partial":  # of checkpoints from before the name was changed
             preset = "fox-stretch"

@@ -31,7 +31,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, split_special_tokens: bool = True):
         self.tokenizer, self.split_special_tokens = tokenizer, split_special_tokens
         self.fast, self.literal, self.eos = backend(tokenizer), special_literals(tokenizer), tokenizer.eos_token_id
-        self.hidden = re.compile(f"{self.literal.pattern}|{_SPELLED_OUT.pattern}")
+        self.to_hide = re.compile(f"{self.literal.pattern}|{_SPELLED_OUT.pattern}")
         self.spelling = backend(tokenizer)  # reads special tokens as plain text; two, since threads share them
         if not getattr(tokenizer, "chat_template", None) or self.fast is None:
             lacks = "no chat template" if self.fast is not None else "no fast form, which chat needs"
@@ -75,7 +75,7 @@ class ChatEncoder:
             return next(reversed(spelled))
 
         return [
-            {**message, "content": self.hidden.sub(mark, message["content"])}
+            {**message, "content": self.to_hide.sub(mark, message["content"])}
             if isinstance(message["content"], str)
             else message
             for message in messages
