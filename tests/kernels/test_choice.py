@@ -32,7 +32,7 @@ CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({"T": 63}, "triton", "63 queries are less than its tile of 64"),
     ({"capability": (8, 0)}, "triton", "not a Hopper"),
     ({"capability": (10, 0)}, "triton", "not a Hopper"),
-    ({"gluon": "triton 3.7 is not 3.6 or 3.9"}, "triton", "^CUDA tensors; not gluon: triton 3.7 is not 3.6 or 3.9$"),
+    ({"gluon": "triton 3.10 is not 3.6 to 3.9"}, "triton", "^CUDA tensors; not gluon: triton 3.10 is not 3.6 to 3.9$"),
     ({"capability": (7, 5)}, "chunked", "older than Ampere"),
     ({"D": 48}, "chunked", "head_dim 48 is not one of"),
     ({"dtype": torch.float64}, "chunked", "dtype torch.float64 is not one of"),

@@ -18,12 +18,12 @@ from fox_kernels.hopper import backward as hopper_backward
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import CUTS
 from fox_kernels.hopper.forward import SHAPES, SHORT, Blocks, copyable, gluon_missing, halved
-from fox_kernels.host.device import triton_version
+from fox_kernels.host.device import KNOWN_TRITON, triton_version
 from fox_kernels.host.launch import names_of
 from fox_kernels.options import Documents, Options, Saved
 
 VERSION = triton_version()
-KNOWN = VERSION in hopper_forward.RUN_WITH
+KNOWN = VERSION in KNOWN_TRITON
 needs_gluon = pytest.mark.skipif(not KNOWN, reason="what Gluon calls otherwise in this Triton is not known")
 
 
@@ -118,7 +118,7 @@ def test_compiles_for_hopper_within_the_recorded_spills_and_without_serialised_p
     for name, most in (("fox_forward", forward), ("fox_backward", backward)):
         if name in ran:
             found, said = compiled(*ran[name], tmp_path)
-            assert found["spilled"] <= (most if VERSION == (3, 6) else 64 + 3 * most // 2)
+            assert found["spilled"] <= (most if VERSION == (3, 6) else 112 + 3 * most // 2)
             assert found["shared"] <= 227 * 1024
             assert "serialized" not in said
 
@@ -189,7 +189,7 @@ def test_what_precedes_and_follows_the_backward(report):
 
 
 def test_another_triton_than_those_they_were_run_with_gets_the_reason(monkeypatch):
-    for version, reason in (((3, 8), "triton 3.8 is not 3.6 or 3.9"), (None, "not installed"), ((3, 9), "None")):
+    for version, reason in (((3, 10), "triton 3.10 is not 3.6 to 3.9"), (None, "not installed"), ((3, 8), "None")):
         monkeypatch.setattr(hopper_forward, "triton_version", lambda version=version: version)
         assert reason in str(gluon_missing())
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 from fox_kernels.hopper.backward import Edges
-from fox_kernels.hopper.forward import RUN_WITH
-from fox_kernels.host.device import triton_version
+from fox_kernels.host.device import KNOWN_TRITON, triton_version
 from twins import edges_torch
 
-pytestmark = pytest.mark.skipif(triton_version() not in RUN_WITH, reason="needs a Gluon that is known")
+pytestmark = pytest.mark.skipif(triton_version() not in KNOWN_TRITON, reason="needs a Gluon that is known")
 
 
 class Pointer:

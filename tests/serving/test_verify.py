@@ -135,7 +135,7 @@ def test_the_jobs_ask_for_what_is_promised():
 
 
 def test_the_command_and_the_doctor_say_what_to_install(run, tmp_path, monkeypatch):
-    for there, wanted in ((None, "vLLM is not installed here"), ("0.33.1", "vLLM 0.33.1 is here")):
+    for there, wanted in ((None, "vLLM is not installed here"), ("0.34.1", "vLLM 0.34.1 is here, and the plug-in reads the cache of vLLM 0.32 and 0.33")):
         monkeypatch.setattr(installed, "version", lambda name, there=there: there)
         code, _, error = run("verify-serving", tmp_path)
         assert code == 2
@@ -151,6 +151,7 @@ def test_the_command_and_the_doctor_say_what_to_install(run, tmp_path, monkeypat
     [
         ("0.3.2", True, "vLLM 0.3.2 is here"),
         ("0.32.0", False, "vLLM 0.32.0 does not see it"),
+        ("0.33.0", True, "seen by vLLM 0.33.0"),
         ("0.32.1+cpu", True, "seen by vLLM 0.32.1+cpu (retrofox.serving.plugin:register)"),
     ],
 )
@@ -177,7 +178,7 @@ def test_the_modules_for_vllm_import_what_retrofox_has():
 
 def test_the_package_declares_the_plugin_and_imports_no_vllm():
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'vllm = ["vllm>={installed.SERIES},<0.{int(installed.SERIES[2:]) + 1}"]' in project
+    assert f'vllm = ["vllm>={installed.SERIES[0]},<0.{int(installed.SERIES[-1][2:]) + 1}"]' in project
     assert '[project.entry-points."vllm.general_plugins"]\nretrofox = "retrofox.serving.plugin:register"' in project
     program = (
         "import sys\nclass No:\n    def find_spec(self, name, *_):\n"

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..common.blocks import LOG2_E
 from ..common.groups import Gates
 from ..common.horizon import found_edges
-from ..host.device import processors, triton_version
+from ..host.device import KNOWN_TRITON, processors, triton_version
 from ..host.launch import Runner, names_of
 from ..host.strides import fits_tma, tma_strides
 from ..options import ONE_DOCUMENT, Documents, Options
@@ -40,18 +40,17 @@ SHAPES = {
 SHORT = {64: Shape(64, 0, 2, 128, 3, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
-RUN_WITH = {(3, 6), (3, 9)}  # versions of Triton, on an H100 or H200; `gluon_names` has what differs
 LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
 
 
 def gluon_missing() -> str | None:
     """Return why this installation's Gluon is none with which the Hopper kernels run, or None."""
     version = triton_version()
-    if version in RUN_WITH:
+    if version in KNOWN_TRITON:
         return None
     if version is None:
         return "triton is not installed"
-    return f"triton {version[0]}.{version[1]} is not 3.6 or 3.9, with which the Hopper kernels have been run"
+    return f"triton {version[0]}.{version[1]} is not 3.6 to 3.9, with which the Hopper kernels have been run"
 
 
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces

@@ -15,6 +15,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 
+KNOWN_TRITON = {(3, 6), (3, 7), (3, 8), (3, 9)}
+"""Versions with which the GPU tests passed on an H200: another gets the plain kernels, by Triton's own launch."""
+
+
 def triton_version() -> tuple[int, int] | None:
     """Return the installed Triton's major and minor version."""
     try:

@@ -10,9 +10,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .device import triton_version
+from .device import KNOWN_TRITON, triton_version
 
-KNOWN = triton_version() in {(3, 6), (3, 7), (3, 8), (3, 9)}  # the way to a launch is known for these versions only
+KNOWN = triton_version() in KNOWN_TRITON
 FROM_3_7 = triton_version() != (3, 6)  # then a launch in C takes a kernel's arguments as one tuple
 
 _runners: dict = {}
