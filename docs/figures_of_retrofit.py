@@ -133,7 +133,8 @@ ARM_TABLES = {
     "retrofit_no_rope": NO_ROPE,
 }
 """Generated part -> its arms."""
-PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": ("default-again", "broad-12M", "yarn8-24M", "default-24M")}
+AGAIN = ("default-again", "broad-12M", "yarn8-24M", "default-24M")
+PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": AGAIN}
 """The same; the second's arms read other documents."""
 
 

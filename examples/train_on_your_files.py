@@ -28,7 +28,7 @@ stages:
     learning_rate: 2e-4
     schedule: linear
 precision: fp32 # bf16 on a GPU
-log: {{every: 5}}
+log: {{every: 5, eval_tokens: 8Ki}}
 """
 
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = options.out / "recipe.yaml"
     recipe.write_text(RECIPE.format(**vars(options), batch_tokens=2 * options.length))
     run, results = str(options.out / "run" / "model"), str(options.out / "results")
-    retrofox("plan", str(recipe))  # what it takes, and everything that would be refused
+    retrofox("plan", str(recipe), "--check")  # what it takes, and everything that would be refused
     retrofox("train", str(recipe))  # converts first; given again after an interruption, it goes on
     retrofox("eval", run, "--against", options.model, "--data", str(options.heldout), "--length",
              str(4 * options.length), "--out", results)  # fmt: skip

@@ -137,7 +137,7 @@ class FoxSpec(FoxFields):
         values = {key: value for key, value in values.items() if key != "prune"}
         known = [f.name for f in fields(cls)]
         for key in (key for key in values if key not in known):
-            hidden = ("anneal", "base", "version")  # of earlier versions, or filled in by conversion
+            hidden = ("anneal", "layer_pairs", "base", "version")  # of earlier versions, or filled in by conversion
             one_of("a key of fox", key, [name for name in known if not name.startswith(hidden)])
         preset = values.get("preset")
         if preset == "fox-partial":  # of checkpoints from before the name was changed

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
@@ -17,7 +17,8 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.adapter import WEIGHTS, base_of
 from retrofox.loading.converted import load, require_finite
-from retrofox.loading.source import read_config
+from retrofox.loading.errors import first_line
+from retrofox.loading.source import hub_errors, read_config
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
@@ -134,8 +135,17 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
 
     Raises:
         ValueError: the repository is public where a private one was asked for.
-        OSError: the Hub refuses it, as without a token that may write.
+        OSError: the Hub refuses it, as without a token that may write, or can't be reached.
     """
+    try:
+        return _commit(repo, contents, private, title)
+    except hub_errors() as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{constants.ENDPOINT} can't be reached ({first_line(error)}): nothing was uploaded") from error
+
+
+def _commit(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:
     api = HfApi()
     api.create_repo(repo, private=private, exist_ok=True)
     if private and not api.repo_info(repo).private:

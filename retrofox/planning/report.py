@@ -28,7 +28,9 @@ def print_plan(report: dict[str, Any]) -> None:
     )
     disk = report["disk_gb"]
     each = size(1e9 * disk["one_checkpoint"])
-    say(f"disk: {size(1e9 * disk['total'])} at most, {each} a checkpoint, of {size(1e9 * report['disk_free_gb'])} free")
+    little = ": too little; keep fewer (checkpoint.keep)" if disk["total"] > report["disk_free_gb"] else ""
+    free = size(1e9 * report["disk_free_gb"])
+    say(f"disk: {size(1e9 * disk['total'])} at most, {each} a checkpoint, of {free} free here{little}")
     if report["self_chat"]:
         say("data.self_chat: the model makes conversations before stage 0, in time that is not counted here")
     if report["live_at_start"] is not None:

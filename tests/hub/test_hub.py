@@ -149,6 +149,21 @@ def test_a_push_that_the_hub_refuses_changes_nothing_there(online, converted, ru
     assert online.repos == {"me/fox": {before: {"README.md": b"older"}}}
 
 
+def test_a_push_without_a_network_is_an_error_of_one_line(converted, run, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.create_repo", _unreachable)
+    code, _, error = run("push", converted, "me/fox")
+    assert code == 2
+    assert "can't be reached (no such host): nothing was uploaded" in error
+
+
+def _unreachable(*_, **__):
+    from huggingface_hub.errors import HfHubHTTPError
+
+    (of_the_client,) = (base for base in HfHubHTTPError.__bases__ if not issubclass(base, OSError))
+    raise of_the_client("no such host")
+
+
 def test_private_refuses_a_repository_that_is_public(online, converted):
     before = online.commit("me/fox", {"README.md": b"public"})
     with pytest.raises(ValueError, match="me/fox is public and --private was asked for: nothing was uploaded"):

@@ -18,6 +18,7 @@ from retrofox.planning.known import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 from retrofox.planning.live_share import live_at_start, live_shares
 from retrofox.planning.memory import Setting
 from retrofox.planning.plan import longest_row, plan
+from retrofox.planning.report import print_plan
 from retrofox.planning.shape import shape_of
 
 H100 = hardware("h100")
@@ -112,6 +113,13 @@ def test_a_disk_that_is_too_small_is_refused_only_where_the_run_would_be(recipe_
     assert plan(recipe_of(), H100)["refusals"] == []
     (refusal,) = plan(recipe_of(), H100._replace(host=1e12))["refusals"]
     assert "free and a checkpoint takes 14.8 GB" in refusal
+
+
+def test_a_disk_that_is_too_small_for_the_whole_run_is_said(recipe_of, monkeypatch, capsys):
+    for free, said in ((20e9, True), (1e12, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        print_plan(plan(recipe_of(), H100))
+        assert ("free here: too little" in capsys.readouterr().out) == said
 
 
 BUDGET = {"budget": {"share": 0.1}}

@@ -135,7 +135,10 @@ def test_the_jobs_ask_for_what_is_promised():
 
 
 def test_the_command_and_the_doctor_say_what_to_install(run, tmp_path, monkeypatch):
-    for there, wanted in ((None, "vLLM is not installed here"), ("0.34.1", "vLLM 0.34.1 is here, and the plug-in reads the cache of vLLM 0.32 and 0.33")):
+    for there, wanted in (
+        (None, "vLLM is not installed here"),
+        ("0.34.1", "here, and the plug-in reads the cache of vLLM 0.32 and 0.33"),
+    ):
         monkeypatch.setattr(installed, "version", lambda name, there=there: there)
         code, _, error = run("verify-serving", tmp_path)
         assert code == 2
