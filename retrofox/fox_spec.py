@@ -36,6 +36,9 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 """Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
+STATE = ("anneal_to", "anneal_tokens", "annealed_tokens", "layer_pairs", "base", "base_revision", "version")
+"""Fields that conversion and training fill in."""
+
 MEASURED = (1 / 512, 1 / 8)
 """Default half-lives of init "measured", in trained lengths: 16 to 1024 tokens of 8192."""
 
@@ -137,8 +140,7 @@ class FoxSpec(FoxFields):
         values = {key: value for key, value in values.items() if key != "prune"}
         known = [f.name for f in fields(cls)]
         for key in (key for key in values if key not in known):
-            hidden = ("anneal", "layer_pairs", "base", "version")  # of earlier versions, or filled in by conversion
-            one_of("a key of fox", key, [name for name in known if not name.startswith(hidden)])
+            one_of("a key of fox", key, [name for name in known if name not in STATE])
         preset = values.get("preset")
         if preset == "fox-partial":  # of checkpoints from before the name was changed
             preset = "fox-stretch"

@@ -138,21 +138,17 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
         OSError: the Hub refuses it, as without a token that may write, or can't be reached.
     """
     try:
-        return _commit(repo, contents, private, title)
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(repo).private:
+            raise ValueError(
+                f"{repo} is public and --private was asked for: nothing was uploaded; make it private in its settings, "
+                "or choose another name"
+            )
+        stale = [name for name in api.list_repo_files(repo) if name not in contents and WEIGHT_FILES.fullmatch(name)]
+        add = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
+        return api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title).oid
     except hub_errors() as error:
         if isinstance(error, OSError):
             raise
         raise OSError(f"{constants.ENDPOINT} can't be reached ({first_line(error)}): nothing was uploaded") from error
-
-
-def _commit(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    if private and not api.repo_info(repo).private:
-        raise ValueError(
-            f"{repo} is public and --private was asked for: nothing was uploaded; make it private in its settings, or "
-            "choose another name"
-        )
-    stale = [name for name in api.list_repo_files(repo) if name not in contents and WEIGHT_FILES.fullmatch(name)]
-    add = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
-    return api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title).oid

@@ -12,11 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from retrofox.cli.options import METAVAR
-from retrofox.fox_spec import PRESETS, FoxSpec
+from retrofox.fox_spec import PRESETS, STATE, FoxSpec
 from retrofox.spec_values import TOKENS
-
-STATE = ("anneal_to", "anneal_tokens", "annealed_tokens", "layer_pairs", "base", "base_revision", "version")
-"""Fields that conversion and training fill in."""
 
 
 def with_spec_options(command: Callable[..., None]) -> Callable[..., None]:

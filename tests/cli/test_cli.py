@@ -11,7 +11,8 @@ import typer
 
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
-from retrofox.cli.spec_options import STATE, spec_fields
+from retrofox.cli.spec_options import spec_fields
+from retrofox.fox_spec import STATE
 from retrofox.support.files import write_whole
 
 

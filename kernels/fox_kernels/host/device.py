@@ -10,13 +10,10 @@ import torch
 
 TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KNOWN_TRITON = {(3, 6), (3, 7), (3, 8), (3, 9)}  # GPU tests passed; others get plain kernels, by Triton's own launch
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
-
-
-KNOWN_TRITON = {(3, 6), (3, 7), (3, 8), (3, 9)}
-"""Versions with which the GPU tests passed on an H200: another gets the plain kernels, by Triton's own launch."""
 
 
 def triton_version() -> tuple[int, int] | None:
