@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = options.out / "recipe.yaml"
     recipe.write_text(RECIPE.format(**vars(options), batch_tokens=2 * options.length))
     run, results = str(options.out / "run" / "model"), str(options.out / "results")
-    retrofox("plan", str(recipe), "--check")  # what it takes, and everything that would be refused
+    retrofox("plan", str(recipe), "--check")  # memory, hours, and whatever `train` would refuse
     retrofox("train", str(recipe))  # converts first; given again after an interruption, it goes on
     retrofox("eval", run, "--against", options.model, "--data", str(options.heldout), "--length",
              str(4 * options.length), "--out", results)  # fmt: skip

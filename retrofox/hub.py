@@ -141,10 +141,7 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
-            raise ValueError(
-                f"{repo} is public and --private was asked for: nothing was uploaded; make it private in its settings, "
-                "or choose another name"
-            )
+            raise ValueError(f"{repo} is public and --private was asked for: nothing was uploaded; change its settings")
         stale = [name for name in api.list_repo_files(repo) if name not in contents and WEIGHT_FILES.fullmatch(name)]
         add = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
         return api.create_commit(repo, [*add, *map(CommitOperationDelete, stale)], commit_message=title).oid
