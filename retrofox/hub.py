@@ -148,4 +148,4 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
     except hub_errors() as error:
         if isinstance(error, OSError):
             raise
-        raise OSError(f"{constants.ENDPOINT} can't be reached ({first_line(error)}): nothing was uploaded") from error
+        raise OSError(f"{constants.ENDPOINT} can't be reached: {first_line(error)}") from error

@@ -26,10 +26,10 @@ def print_plan(report: dict[str, Any]) -> None:
         f"{report['parameters']:,} parameters, {report['parameters_added']:,} of them added by the retrofit; "
         f"{report['devices']} x {escape(report['device'])} with {report['device_memory_gb']:.0f} GB{sharding}"
     )
-    needed = (report["disk_gb"]["total"], report["disk_gb"]["one_checkpoint"], report["disk_free_gb"])
-    total, each, free = (size(1e9 * gb) for gb in needed)
-    little = ": too little; keep fewer (checkpoint.keep)" if needed[0] > needed[-1] else ""
-    say(f"disk: {total} at most, {each} a checkpoint, of {free} free here{little}")
+    disk, free = report["disk_gb"], report["disk_free_gb"]
+    little = ": too little; keep fewer (checkpoint.keep)" if disk["total"] > free else ""
+    total, each, here = (size(1e9 * gb) for gb in (disk["total"], disk["one_checkpoint"], free))
+    say(f"disk: {total} at most, {each} a checkpoint, of {here} free here{little}")
     if report["self_chat"]:
         say("data.self_chat: the model makes conversations before stage 0, in time that is not counted here")
     if report["live_at_start"] is not None:
