@@ -1,13 +1,13 @@
 """Tokens per second of a converted model under vLLM beside its base, same requests, in turns.
 
     python benchmarks/vllm_throughput.py OUT --against BASE [--lengths 2048,32768] [--requests 64] [--tokens 128]
-        [--repeats 3] [--turns 2] [--out benchmarks/vllm-throughput.json]
+        [--warm-ups 1] [--repeats 3] [--turns 2] [--out benchmarks/vllm-throughput.json]
 
-Base and model take turns; each turn is a vLLM engine in a process of its own, with, for each length, one round to warm
-up and `--repeats` that count. Prompts are random tokens, so no prefix is shared; the length of a
+Base and model take turns; each turn is a vLLM engine in a process of its own, with, for each length, `--warm-ups`
+rounds that don't count and `--repeats` that do. Prompts are random tokens, so no prefix is shared; the length of a
 model's positions is raised where the prompts are longer. Prints a table, writes JSON after each turn; the ratio is of
 the medians of all rounds. Beside them the most requests that ran at once, and how many vLLM's allocator counts on; for
-what fits in 80 GB of a larger GPU: more requests than that, enough new tokens, and a `gpu_memory_utilization`.
+what fits in 80 GB of a larger GPU: more requests than that, enough new tokens, a `gpu_memory_utilization`, no warm-up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def job(lengths: list[int], options: argparse.Namespace, vocabulary: int, seed: 
     }
     rounds = []
     for length in lengths:
-        names = [WARM_UP, *[str(length)] * options.repeats]
+        names = [WARM_UP] * options.warm_ups + [str(length)] * options.repeats
         rounds += [wanted(name, options.requests, length, options.tokens) for name in names]
     return Job(engine, rounds)
 
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,32768", help="prompt lengths in tokens")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="generated tokens of each request")
+    parser.add_argument("--warm-ups", type=int, default=1, help="rounds of each length before those that count")
     parser.add_argument("--repeats", type=int, default=3, help="counted rounds of each length in a turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
@@ -112,7 +113,9 @@ def main() -> None:
             found[name] += measure(model, lengths, options, seed=turn)
             print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         rows = summary(lengths, found)
-        settings = {k: getattr(options, k) for k in ("requests", "tokens", "repeats", "turns", "dtype", "eager")}
+        settings = {
+            k: getattr(options, k) for k in ("requests", "tokens", "warm_ups", "repeats", "turns", "dtype", "eager")
+        }
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         write_json(options.out, {**provenance(), **settings, "gpu": gpu, "rows": rows})
     table = Table(title=f"tokens per second, {options.requests} requests, {options.tokens} tokens each")
