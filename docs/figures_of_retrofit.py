@@ -29,8 +29,8 @@ from measured_arms import (
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "default-24M")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
-    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "broad-12M", "default-budget", "default-share15"),
-    *("default-again", "default"),
+    *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "skips-64k", "skips-log"),
+    *("broad-12M", "default-budget", "default-share15", "frozen-24M", "default-again", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", *DEFAULT[-4:])
