@@ -72,9 +72,10 @@ class FoxSpec(FoxFields):
         annealed_tokens: by which they had faded.
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
-        init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
-            layer), "measured" (log-spaced over the model's kv heads, in order of their attention distance on a text),
-            "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
+        init: "open" (f = 1: the base model; gates so open get no gradient and don't train), "slopes" (half-lives
+            log-spaced over the heads of each layer), "measured" (log-spaced over the model's kv heads, in order of
+            their attention distance on a text), "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H).
+            "calibrated" is the old name of "measured".
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
             else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8). A time constant T of
             the FoX paper, f = exp(-1/T), is a half-life of T ln 2.
@@ -123,6 +124,8 @@ class FoxSpec(FoxFields):
         self.horizon = None if self.horizon is None else float(self.horizon)
         if self.version is not None:  # a conversion's own: resolved, every field filled in
             return
+        if self.pro == ("official",):
+            raise ValueError("pro: official changes qk-norm, k-shift and v-shift: add one of them, or drop it")
         for name, other in idle_fields(self.rope, self.gate, self.init).items():
             known, value = FoxSpec.__dataclass_fields__[name], getattr(self, name)
             if value != (known.default if known.default_factory is MISSING else known.default_factory()):
@@ -147,7 +150,10 @@ class FoxSpec(FoxFields):
         if preset is not None:
             one_of("preset", preset, PRESETS)
         start = {} if preset is None else PRESETS[preset][0]
-        spec = cls(**{**start, **{key: value for key, value in values.items() if key != "preset"}})
+        given = {key: value for key, value in values.items() if key != "preset"}
+        chosen = {"rope": None, "gate": cls.gate, "init": cls.init, **start, **given}
+        idle = idle_fields(chosen["rope"], chosen["gate"], chosen["init"])  # the preset's own of these give way
+        spec = cls(**{**{key: value for key, value in start.items() if key not in idle}, **given})
         spec.preset = preset
         return spec
 

@@ -76,8 +76,12 @@ class DataConfig(Section):
     )
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        told = self.fact_share or any(source.fact_share for source in self.train)
-        yield self.questions > 0 and not told, "questions are a share of the facts: set fact_share, or remove questions"
+        told = [source.fact_share for source in self.read_as()]
+        asked = self.questions > 0 and not any(told)
+        asked = asked or any(source.questions and not share for source, share in zip(self.train, told, strict=True))
+        yield asked, "questions are a share of the facts: set fact_share, or remove questions"
+        idle = self.fact_share > 0 and all(source.chat for source in self.train)
+        yield idle, "facts are put into texts, and all sources are chat: remove fact_share"
         weighted = any(source.weight != 1.0 for source in self.eval)
         yield weighted, "weights are for texts to train on; held-out windows come evenly from all sources of eval"
 
@@ -127,8 +131,20 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
 
 
+ROPE_KEYS = {
+    "linear": (),
+    "dynamic": ("original_max_position_embeddings",),
+    "yarn": (
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "original_max_position_embeddings",
+    ),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Keys beside rope_type and factor that transformers reads."""
+
+
 class RopeScaling(Section):
-    """transformers' `rope_scaling` of an unconverted model: further keys, such as yarn's beta_fast, go on to it."""
+    """transformers' `rope_scaling` of an unconverted model: the keys of its rope_type (ROPE_KEYS) go on to it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -136,7 +152,10 @@ class RopeScaling(Section):
     factor: float = Field(gt=1, description="by how much the trained length is stretched")
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        lacking = {"low_freq_factor", "high_freq_factor"} - set(self.model_extra or ())
+        given = set(self.model_extra or ())
+        unknown, known = sorted(given - set(ROPE_KEYS[self.rope_type])), ", ".join(ROPE_KEYS[self.rope_type]) or "none"
+        yield bool(unknown), f"rope_type {self.rope_type} has no {', '.join(unknown)}; further keys of it: {known}"
+        lacking = {"low_freq_factor", "high_freq_factor"} - given
         yield self.rope_type == "llama3" and bool(lacking), "rope_type llama3 takes low_freq_factor, high_freq_factor"
 
 

@@ -140,6 +140,11 @@ class DistillStage(TaughtStage, BudgetedStage):
         default="auto", description="distill needs both models' logits of a row at a time, which only chunked has"
     )
 
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        idle = self.ce_weight == 1 and self.temperature != 1
+        yield idle, f"ce_weight 1 leaves temperature without effect: drop one of them; got {self.temperature:g}"
+
 
 class ExtendStage(BudgetedStage):
     """Cross-entropy on longer texts."""

@@ -6,11 +6,14 @@ Durability is that of cp: after a power cut within seconds of a conversion, conv
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 
 from retrofox.support.files import new_file_mode
@@ -20,13 +23,16 @@ from retrofox.support.files import new_file_mode
 def atomic_directory(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that is renamed to it where the block ends, and removed where it raises.
 
-    A process that is killed leaves it: .OUT.PID.partial.
+    A process that is killed leaves it, .OUT.PID.partial, for the next one to remove.
 
     Raises:
         ValueError: `out` exists.
         OSError: it can't be written, as where the disk is full.
     """
     refuse_existing(out)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        if (pid := left.name.split(".")[-2]).isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
@@ -39,6 +45,10 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         partial.rename(out)
     except SafetensorError as error:
         raise OSError(f"{out} could not be written: {error}; nothing was left there") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"{out} could not be written: {error.strerror}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -40,6 +40,8 @@ def refuse_budget(stage: Stage, config: Any) -> None:
     learned = {"data": ("gate_bias", "gate_weight"), "bias": ("gate_bias",)}.get(spec.gate, ())
     if not any(stage.rate(role) for role in learned):
         raise ValueError("budget is for gates, and this stage trains none: set it to null")
+    if spec.init == "open":
+        raise ValueError("budget: gates of init open have no gradient: set it to null, or take another init")
     number = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
     share = number / (value_of(config, "num_hidden_layers") * kv_heads_of(config))
     if share >= stage.budget.share:

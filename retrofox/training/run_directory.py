@@ -152,15 +152,18 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     return yaml.safe_load(file.read_text(encoding="utf-8"))["batch_tokens"]
 
 
-def refuse_mingling(out: Path, base: str) -> None:
-    """Raises ValueError where a run of the model `base` would write over, or into, files that it did not write."""
+def refuse_mingling(out: Path, base: str, texts: Sequence[str] = ()) -> None:
+    """Raises ValueError where a run of `base` would write over, or into, files that it did not write, or its texts."""
     model, run = Path(base).resolve(), out.resolve()
+    read = [text for text in texts if Path(text).is_dir() and run.is_relative_to(Path(text).resolve())]
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     clash = None
     if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
         clash = f"holds {base}, the model to train, and the run would write over it"
     elif model.is_dir() and run.is_relative_to(model):
         clash = f"lies inside the model, {base}"
+    elif read:
+        clash = f"lies inside {read[0]}, whose files are all read as texts, and the run's would be too"
     elif not ours and ((out / "model").exists() or (out / "converted").exists()):
         clash = "has a model, and not of a run (move it away)"
     if clash is not None:

@@ -57,7 +57,8 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
     weight = data.self_chat / (1 - data.self_chat) * sum(source.weight for source in data.train)
-    return data.model_copy(update={"train": [*data.train, Source(path=str(path), chat=True, weight=weight)]})
+    chats = Source(path=str(path), chat=True).model_copy(update={"weight": weight})  # may exceed what a recipe may give
+    return data.model_copy(update={"train": [*data.train, chats]})
 
 
 def turns_around_user(tokenizer: Any) -> tuple[str, str]:

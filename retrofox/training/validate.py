@@ -66,7 +66,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     collect(refuse_optimizer, recipe.optim)
     collect(check_folder, recipe.output, "the run (`output`)")
     collect(check_folder, recipe.data.cache_dir, "token shards (`data.cache`)")
-    collect(refuse_mingling, Path(recipe.output), recipe.model)
+    sources = [source.path for source in (*recipe.data.train, *recipe.data.eval)]
+    collect(refuse_mingling, Path(recipe.output), recipe.model, sources)
     collect(batches_of, Path(recipe.output), recipe)
     readers = readers_of(recipe.parallel, devices)
     for number, stage in enumerate(recipe.stages):
@@ -195,6 +196,8 @@ def refuse_positions(model: Any) -> None:
         [getattr(attention, "rotary_fade", None) for _, attention in attentions(model)] if is_converted(model) else []
     )
     gone = bool(rotary) and all(fade is None or fade.gone for fade in rotary)
+    if gone and (causal_lm(model).config.fox or {}).get("log_n") is None:
+        raise ValueError("max_position trains RoPE at distances, and this model has no RoPE: remove it")
     if not gone and depends_on_length(causal_lm(model).config):
         raise ValueError(
             "max_position would change all documents read beside one that skips: this model's RoPE (dynamic or "

@@ -111,6 +111,7 @@ BAD = {
     "--half-life a 4KB": "half_life takes two numbers of tokens",
     "--rope drop --max-wavelength 100": "max_wavelength: rope drop leaves it without effect",
     "--init open --half-life 8 64": "half_life: init open leaves it without effect",
+    "--pro official": "official changes qk-norm, k-shift and v-shift: add one of them",
     "--horizon 1e300": "horizon must be the nats",
     "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",
     '--layer-max-wavelength {"7":5}': "layer_max_wavelength names layers [7]; the model has 0..0",

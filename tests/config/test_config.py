@@ -88,6 +88,10 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("data.eval=[a, {path: b, weight: 3}]", ["data: weights are for texts to train on"]),
         ("stages.0.offload_activations=true", ["set gradient_checkpointing: full"]),
         ("stages.0={objective: align, tokens: 9, sequence_length: 3, offload_activations: true}", ["offload_activ"]),
+        (
+            "stages.0={objective: distill, tokens: 9, sequence_length: 3, ce_weight: 1, temperature: 3}",
+            ["ce_weight 1 leaves temperature without effect: drop one of them; got 3"],
+        ),
         ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
         (
             "stages.0={objective: extend, tokens: 9, sequence_length: 3, schedule: constant, min_lr_ratio: 0.1}",
@@ -232,6 +236,10 @@ def test_fields_without_effect_are_refused(fox):
     [
         ({"fox": {"base": "another"}}, "base: conversion fills it in"),
         ({"data": {"train": ["a/"], "questions": 0.5}}, "questions are a share of the facts: set fact_share"),
+        ({"data": {"train": [{"path": "a/", "questions": 0.5}, {"path": "b/", "fact_share": 0.5}]}}, "set fact_share"),
+        ({"data": {"train": [{"path": "a/", "chat": True}], "fact_share": 0.5}}, "all sources are chat: remove"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fats": 3}}, "yarn has no beta_fats; .* beta_fast"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4, "beta_fast": 3}}, "has no beta_fast; .*: none"),
     ],
 )
 def test_what_a_recipe_can_not_mean_is_refused(section, reason):
@@ -247,6 +255,11 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
         ("interpolate", 8, 8192, "data", 1)
     ] * 2
     assert FoxSpec.from_dict({"preset": "fox-stretch"}).resolved(8192).half_life == (4096, 1 << 20)
+
+
+def test_what_a_recipe_adds_to_a_preset_wins_over_the_presets_own():
+    spec = FoxSpec.from_dict({"preset": "alibi", "gate": "none"})
+    assert (spec.rope, spec.gate, spec.init, spec.sink_tokens) == ("drop", "none", FoxSpec.init, FoxSpec.sink_tokens)
 
 
 @pytest.mark.parametrize(

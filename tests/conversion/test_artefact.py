@@ -1,5 +1,6 @@
 """Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
 
+import errno
 import json
 import math
 import os
@@ -258,6 +259,17 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
     assert bool(list(out.parent.glob(".out.*.partial"))) == (how == signal.SIGKILL)
     retrofox.convert(source, out, verify=False)
     assert retrofox.load(out).config.model_type == "fox_llama"
+    assert not list(out.parent.glob(".out.*.partial"))
+
+
+def test_a_full_disk_is_named(source, tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("retrofox.conversion.directory.write_remote_code", full)
+    with pytest.raises(OSError, match=r"out could not be written: No space left on device; nothing was left there"):
+        retrofox.convert(source, tmp_path / "out", verify=False)
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

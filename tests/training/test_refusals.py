@@ -63,6 +63,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         ([BUDGET, "fox.open_heads=[[0,0],[0,1],[1,0]]"], "stages.1: fox.open_heads leaves 75% of the heads open"),
         ([BUDGET, "fox.init=measured", "fox.open_heads=1"], "25% of the heads open, and budget.share is 20%"),
         ([BUDGET, "stages.1.rates={gate_bias: 0, gate_weight: 0}"], "budget is for gates, and this stage trains none"),
+        ([BUDGET, "fox={init: open}"], "stages.1: budget: gates of init open have no gradient"),
         (["optim=galore_adamw"], "optim: galore_adamw makes its own parameter groups"),
         (["optim=adamw_nope"], "adamw_nope is not a valid OptimizerNames"),
     ],
@@ -75,15 +76,22 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize(("fox", "refused"), [("{rope: keep}", True), ("{rope: drop}", False)])
-def test_skips_that_would_change_other_documents_are_refused(
-    recipe, tmp_path, pico_llama, pico_tokenizer, fox, refused
+@pytest.mark.parametrize(
+    ("fox", "reason"),
+    [
+        ("{rope: keep}", "would change all documents read beside one that skips"),
+        ("{rope: drop}", "max_position trains RoPE at distances, and this model has no RoPE"),
+        ("{rope: drop, log_n: 64}", None),
+    ],
+)
+def test_skips_without_effect_or_that_would_change_other_documents_are_refused(
+    recipe, tmp_path, pico_llama, pico_tokenizer, fox, reason
 ):
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     pico_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dynamic")
     pico_tokenizer.save_pretrained(tmp_path / "dynamic")
     refusals = check_here(load_recipe(recipe, [*SKIPS, f"model={tmp_path / 'dynamic'}", f"fox={fox}"]))
-    assert [("would change all documents read beside one that skips" in text) for text in refusals] == [True] * refused
+    assert [reason is not None and reason in text for text in refusals] == [True] * (reason is not None)
 
 
 FSDP1, FSDP2 = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -148,6 +156,10 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint}")
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint / 'run'}")
     assert sorted(pico_fox_checkpoint.iterdir()) == before
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("A text of its own. " * 99)
+    inside = [f"data.train=[{tmp_path / 'texts'}]", f"output={tmp_path / 'texts' / 'run'}"]
+    assert "whose files are all read as texts" in refusal(recipe, *inside)
 
 
 def test_special_tokens_that_no_text_holds_need_no_embedding(

@@ -115,6 +115,8 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     assert with_self_chat(recipe, pico_tokenizer, CPU, False) == data
     learnt = prepare_data(data, pico_tokenizer, progress=False).train.sources[-1]
     assert learnt.documents == 5
+    small = with_self_chat(with_share(recipe, 0.0005), pico_tokenizer, CPU, False).train[-1].weight
+    assert small == pytest.approx(0.0005 / 0.9995 * len(texts))
 
 
 def test_a_run_trains_on_them_wherever_the_cache_lies(make_recipe, pico_tokenizer, tmp_path):
