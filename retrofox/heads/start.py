@@ -16,7 +16,7 @@ from retrofox.config_values import kv_heads_of, trained_length
 from retrofox.data.sources import Text, as_source
 from retrofox.data.windows import documents
 from retrofox.fox_spec import FoxSpec
-from retrofox.half_lives import open_half_life
+from retrofox.half_lives import log_spaced, open_half_life
 from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
 from retrofox.heads.watch import BLOCK, Attention, watch
 from retrofox.support.report import reading_bar
@@ -100,9 +100,7 @@ def half_lives_by_distance(
     order = distances.double().masked_fill(is_open, math.inf).flatten().argsort(stable=True)
     closed = int((~is_open).sum())
     found = torch.full((len(order),), math.inf, dtype=torch.float64)
-    found[order[:closed]] = torch.logspace(math.log(shortest), math.log(longest), closed, base=math.e).double()
-    if closed == 1:
-        found[order[0]] = longest
+    found[order[:closed]] = torch.tensor(log_spaced(shortest, longest, closed), dtype=torch.float64)
     return found.view(distances.shape)
 
 
