@@ -34,14 +34,6 @@ def test_shares_are_those_of_the_definition(options):
         assert own == pytest.approx(expected)
 
 
-def test_a_kv_head_keeps_what_the_longest_of_its_query_heads_sees():
-    c = np.zeros((4, 10))
-    c[[0, 2, 3]] = -np.arange(10.0)  # sees its own key and two before it at a horizon of 3
-    found = live_share(c, 3.0, 2)
-    assert found.reach == pytest.approx([0.3, 1, 0.3, 0.3])
-    assert found.cache == pytest.approx([1, 0.3])
-
-
 def test_a_decay_of_exactly_the_horizon_is_dead():
     assert live_share(np.array([[0.0, -16.0]]), 16.0, 1).cache == pytest.approx([0.5])
 
