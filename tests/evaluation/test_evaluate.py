@@ -19,11 +19,6 @@ from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges
 from retrofox.loading.loaded_model import open_model
 
 
-@pytest.fixture(scope="module")
-def tokenizer(pico_tokenizer):
-    return pico_tokenizer
-
-
 def tokens_of(tokenizer, path: str) -> list[int]:
     """A document's tokens as training sees them."""
     return [*tokenizer(Path(path).read_text())["input_ids"], tokenizer.eos_token_id]
@@ -62,7 +57,7 @@ def test_losses_are_summed_by_document_and_bucket():
 
 
 def test_evaluate_reports_every_line_and_writes_every_file(
-    pico_llama, pico_fox, tokenizer, measure, documents, tmp_path, capsys
+    pico_llama, pico_fox, pico_tokenizer, measure, documents, tmp_path, capsys
 ):
     fox, base = pico_fox(), pico_llama()
     result = measure(fox, base, length=128, out=tmp_path / "out")
@@ -71,7 +66,7 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     losses = {key: [] for key in ("model", "base")}
     for key, model in (("model", fox), ("base", base)):
         for path in documents:
-            ids = torch.tensor([tokens_of(tokenizer, path)[:128]])
+            ids = torch.tensor([tokens_of(pico_tokenizer, path)[:128]])
             losses[key].append(whole_losses(model, ids)[0])
     for line in result["lines"]:
         if line["key"] in losses:
@@ -92,11 +87,11 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     assert "forcing the gates open changes the loss by" in printed
 
 
-def test_controls_are_the_surgery_modes(pico_fox, tokenizer, measure, documents):
+def test_controls_are_the_surgery_modes(pico_fox, pico_tokenizer, measure, documents):
     fox = pico_fox()
     means = {line["key"]: line["mean"] for line in measure(fox, data=documents[0], length=128)["lines"]}
     assert abs(means["shuffled"] - means["model"]) > 1e-4
-    ids = torch.tensor([tokens_of(tokenizer, documents[0])[:128]])
+    ids = torch.tensor([tokens_of(pico_tokenizer, documents[0])[:128]])
     with attention_mode(fox, "open"):
         assert means["open"] == pytest.approx(whole_losses(fox, ids).mean().item(), abs=1e-5)
     assert abs(means["open"] - means["model"]) > 1e-4
@@ -124,8 +119,8 @@ def test_a_change_is_named_as_its_interval_allows(change, interval, word):
     assert word in sentence
 
 
-def test_documents_are_chosen_by_number_and_length(run, on_disk, tokenizer, documents, tmp_path):
-    sizes, base = [len(tokens_of(tokenizer, path)) for path in documents], on_disk[0]
+def test_documents_are_chosen_by_number_and_length(run, on_disk, pico_tokenizer, documents, tmp_path):
+    sizes, base = [len(tokens_of(pico_tokenizer, path)) for path in documents], on_disk[0]
     shortest, *others = sorted(sizes)
     for name, value, expected in (
         ("--min-tokens", shortest, sizes),
@@ -145,11 +140,11 @@ def test_models_on_disk_open_through_their_own_loaders(on_disk, measure):
     assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
 
 
-def test_models_of_training_runs_are_called_after_their_runs(on_disk, tokenizer, tmp_path, monkeypatch):
+def test_models_of_training_runs_are_called_after_their_runs(on_disk, pico_tokenizer, tmp_path, monkeypatch):
     shutil.copytree(on_disk[1], tmp_path / "run7" / "model")
     for folder, source in ((tmp_path, "run7/model/"), (tmp_path / "run7", "model"), (tmp_path / "run7/model", ".")):
         monkeypatch.chdir(folder)
-        assert open_model(source, tokenizer=tokenizer).name == "run7"
+        assert open_model(source, tokenizer=pico_tokenizer).name == "run7"
 
 
 def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tmp_path, run):
@@ -184,9 +179,9 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_pat
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, measure, tmp_path):
+def test_a_base_with_another_tokenizer_is_refused(pico_llama, pico_tokenizer, measure, tmp_path):
     pico_llama().save_pretrained(tmp_path)
-    other = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    other = Tokenizer.from_str(pico_tokenizer.backend_tokenizer.to_str())
     other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="tokenizer mismatch"):

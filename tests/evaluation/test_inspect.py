@@ -17,11 +17,6 @@ TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
 
 
 @pytest.fixture(scope="module")
-def tokenizer(pico_tokenizer):
-    return pico_tokenizer
-
-
-@pytest.fixture(scope="module")
 def make_fox(pico_fox):
     """A converted pico model of trained length 256, gates as the spec asks."""
 
@@ -41,24 +36,24 @@ def text(tmp_path_factory) -> list[str]:
     return [str(path)]
 
 
-def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(make_fox, tokenizer):
-    result = inspect(make_fox(), tokenizer=tokenizer)
+def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(make_fox, pico_tokenizer):
+    result = inspect(make_fox(), tokenizer=pico_tokenizer)
     expected = [4.0 * 250.0 ** (h / 3) for h in range(4)] * 2
     assert [head["half_life"] for head in result["heads"]] == pytest.approx(expected, rel=1e-4)
     assert [head["kind"] for head in result["heads"][:4]] == ["local", "medium", "medium", "global"]
     assert result["summary"] == {"heads": 8, "local": 2, "medium": 4, "global": 2, "dead": 0}
 
 
-def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, tokenizer, text):
+def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, pico_tokenizer, text):
     model = make_fox()
     torch.manual_seed(1)
     gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
     for gate in gates:
         gate.weight.data.normal_(0, 0.3)
-    result = inspect(model, text, 64, tokenizer=tokenizer, progress=False)
+    result = inspect(model, text, 64, tokenizer=pico_tokenizer, progress=False)
     for gate in gates:
         gate.record = True
-    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:64]])
+    ids = torch.tensor([pico_tokenizer(TEXT)["input_ids"][:64]])
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     for layer, gate in enumerate(gates):
@@ -68,28 +63,30 @@ def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, 
     assert result["tokens"] == 64
 
 
-def test_dead_gates_are_found(make_fox, tokenizer, text):
+def test_dead_gates_are_found(make_fox, pico_tokenizer, text):
     model = make_fox()
     gate: Any = next(attentions(model))[1].forget_gate
     gate.bias.data = torch.tensor([200.0, 20.0, -20.0, 3.0])  # exactly open, open in effect, shut, working
     for data in (None, text):
-        heads = inspect(model, data, 64, tokenizer=tokenizer, progress=False)["heads"][:4]
+        heads = inspect(model, data, 64, tokenizer=pico_tokenizer, progress=False)["heads"][:4]
         assert [head["dead"] for head in heads] == [True, True, False, False]
         assert [head["kind"] for head in heads] == ["global", "global", "local", "local"]
         assert heads[0]["half_life"] is None or heads[0]["half_life"] > 1e30
 
 
-def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer, text):
+def test_data_independent_and_absent_gates_are_inspected_too(make_fox, pico_tokenizer, text):
     model = make_fox(gate="fixed")
-    measured, told = (inspect(model, data, 64, tokenizer=tokenizer, progress=False)["heads"] for data in (text, None))
+    measured, told = (
+        inspect(model, data, 64, tokenizer=pico_tokenizer, progress=False)["heads"] for data in (text, None)
+    )
     assert [head["half_life"] for head in measured] == pytest.approx([head["half_life"] for head in told])
-    none = inspect(make_fox(gate="none", rope="partial"), text, 64, tokenizer=tokenizer, progress=False)
+    none = inspect(make_fox(gate="none", rope="partial"), text, 64, tokenizer=pico_tokenizer, progress=False)
     assert none["heads"] == []
     assert none["layers"] == 2
 
 
-def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
-    result = inspect(make_fox(), text, 64, tmp_path, horizon=1.0, tokenizer=tokenizer, progress=False)
+def test_table_and_files(make_fox, pico_tokenizer, text, tmp_path, capsys):
+    result = inspect(make_fox(), text, 64, tmp_path, horizon=1.0, tokenizer=pico_tokenizer, progress=False)
     out = capsys.readouterr().out
     assert "8 heads: 2 local" in out
     assert "Live share at a horizon of 1 nats" in out
@@ -108,23 +105,23 @@ def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, t
         inspect(tmp_path, text)
 
 
-def test_each_text_is_read_once_and_no_hook_stays(make_fox, tokenizer, text, monkeypatch):
+def test_each_text_is_read_once_and_no_hook_stays(make_fox, pico_tokenizer, text, monkeypatch):
     monkeypatch.setattr("retrofox.evaluation.gates.decoding_ms", lambda *_: 1.0)
     model, runs = make_fox(), []
     counter = model.model.register_forward_hook(lambda *_: runs.append(1))
-    inspect(model, text * 2, 64, tokenizer=tokenizer, progress=False)
+    inspect(model, text * 2, 64, tokenizer=pico_tokenizer, progress=False)
     counter.remove()
     assert len(runs) == 2
     assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("where", ["self_attn.forget_gate.bias", "input_layernorm.weight"])
-def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path, where):
+def test_gates_that_are_no_numbers_are_named(make_fox, pico_tokenizer, text, tmp_path, where):
     model = make_fox()
     with torch.no_grad():
         model.get_parameter(f"model.layers.1.{where}")[1] = float("nan")
     with pytest.raises(ValueError, match=r"gates of .* are not finite, such as layer 1 head"):
-        inspect(model, text, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
+        inspect(model, text, 64, tmp_path / "out", tokenizer=pico_tokenizer, progress=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -136,13 +133,13 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
         (["nowhere.txt"], {"horizon": -1.0}, r"horizon is above 0 nats.* got -1.0"),
     ],
 )
-def test_refusals(make_fox, tokenizer, data, options, message):
+def test_refusals(make_fox, pico_tokenizer, data, options, message):
     with pytest.raises(ValueError, match=message):
-        inspect(make_fox(), data, tokenizer=tokenizer, **options)
+        inspect(make_fox(), data, tokenizer=pico_tokenizer, **options)
 
 
-def test_an_unconverted_model_is_refused_before_its_weights_are_read(pico_llama, tokenizer, tmp_path):
+def test_an_unconverted_model_is_refused_before_its_weights_are_read(pico_llama, pico_tokenizer, tmp_path):
     pico_llama().config.save_pretrained(tmp_path)
     for plain in (pico_llama(), tmp_path):
         with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
-            inspect(plain, tokenizer=tokenizer)
+            inspect(plain, tokenizer=pico_tokenizer)
