@@ -111,17 +111,6 @@ def test_adapters_distil_from_the_weights_they_sit_on_and_resume(make_recipe):
     assert resumed["stages"][1]["loss_last"] == whole["stages"][1]["loss_last"]
 
 
-def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
-        train(make_recipe(model=str(pico_checkpoint)))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(pico_checkpoint)}))
-    with pytest.raises(ValueError, match="is no converted model"):
-        merge(adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
 def test_damaged_adapters_are_named(make_recipe, tmp_path):
     adapter = Path(train(make_recipe())["model"])
     file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"

@@ -216,8 +216,6 @@ def test_roles_and_groups(pico_fox):
     decayed = parameter_groups(model, make_stage(weight_decay=0.2, gate_weight_decay=0.3))
     assert [group["weight_decay"] for group in decayed] == [0, 0.3, 0, 0.2, 0.2, 0, 0.2]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match="nothing to train"):
-        set_trainable(model, make_stage(learning_rate=0.0))
 
 
 def test_schedules_in_tokens():
