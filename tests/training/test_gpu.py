@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -46,10 +45,6 @@ print("PEAK", torch.cuda.max_memory_allocated())
 """
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
 @pytest.fixture
 def make_recipe(tmp_path, pico_fox, pico_tokenizer, make_recipe):
     """A recipe of 12 steps on a model whose heads are wide enough for the kernels."""
@@ -67,11 +62,6 @@ def make_recipe(tmp_path, pico_fox, pico_tokenizer, make_recipe):
         return make_recipe(own, output=output, **{**common, **values})
 
     return build
-
-
-def curve(recipe: Recipe) -> list[tuple]:
-    log = Path(recipe.output) / "log.jsonl"
-    return [(v["step"], v["loss"], v["grad_norm"]) for v in map(json.loads, log.read_text().splitlines())]
 
 
 LEARNS = {
@@ -92,12 +82,12 @@ PACKAGES = {"liger": "liger_kernel", "eight-bit optimizer": "bitsandbytes", "qlo
 
 
 @pytest.mark.parametrize("name", list(LEARNS))
-def test_it_learns(make_recipe, name, tmp_path):
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        pytest.skip(f"{PACKAGES[name]} is not installed")
+def test_it_learns(make_recipe, curve, name, tmp_path):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
     recipe = make_recipe(**LEARNS[name])
     result = train(recipe)["stages"][0]
-    found = curve(recipe)
+    found = curve(recipe.output)
     assert all(math.isfinite(loss) for _, loss, _ in found)
     assert found[-1][1] < found[0][1]
     if recipe.stages[0].objective == "extend":
@@ -111,13 +101,13 @@ def test_it_learns(make_recipe, name, tmp_path):
         assert report["relative_difference"] <= report["limit"]
 
 
-@needs("liger_kernel")
-def test_liger_and_ours_agree(make_recipe):
+def test_liger_and_ours_agree(make_recipe, curve):
+    pytest.importorskip("liger_kernel")
     first = []
     for kind in ("chunked", "liger"):
         recipe = make_recipe(kind, stage={"cross_entropy": kind})
         train(recipe)
-        first.append(curve(recipe)[0])
+        first.append(curve(recipe.output)[0])
     assert first[0][1] == pytest.approx(first[1][1], rel=1e-3)
     assert first[0][2] == pytest.approx(first[1][2], rel=2e-2)
 
@@ -130,7 +120,7 @@ def launch(file: Path, when: int) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_with_no_more_memory(make_recipe, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit_and_with_no_more_memory(make_recipe, curve, tmp_path):
     files = {}
     for name in ("whole", "killed"):
         recipe = make_recipe(name, deterministic=True)
@@ -142,7 +132,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_with_no_more_memory(make_recipe, t
     resumed = launch(files["killed"], -1)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed stage 0 at step 4" in resumed.stderr
-    assert curve(make_recipe("killed")) == curve(make_recipe("whole"))
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     peaks = [int(run.stdout.split("PEAK")[1]) for run in (whole, resumed)]
     assert peaks[1] <= peaks[0]
     if report := os.environ.get("OUT"):
