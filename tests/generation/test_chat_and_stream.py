@@ -8,9 +8,7 @@ import io
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import MistralConfig, MistralForCausalLM
 
-import retrofox
 from retrofox.acceleration.growing_cache import GrowingLayer
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate, render
@@ -45,14 +43,10 @@ def test_a_message_said_twice_leaves_its_last_token_to_compute(opened):
         assert len(session.cached_ids) == session.cache.get_seq_length()
 
 
-def test_a_window_that_dropped_shared_tokens_starts_a_new_cache(pico_tokenizer, stir):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 287}
-    base = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8, max_position_embeddings=128))
+def test_a_window_that_dropped_shared_tokens_starts_a_new_cache(pico_fox, pico_tokenizer):
     tokenizer = copy.deepcopy(pico_tokenizer)
     tokenizer.chat_template = LAST_ALONE
-    model = stir(retrofox.convert(base, fox=retrofox.FoxSpec(rope="keep"))).eval()
+    model = pico_fox(family="mistral", config={"sliding_window": 8, "eos_token_id": 287}, rope="keep")
     opened = open_model(model, tokenizer=tokenizer)
     session = ChatSession(opened)
     for text in ("the fox forgets the gate and so on", "the fox forgets another gate", "so on and on and on"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
 from retrofox import FoxSpec
@@ -173,11 +172,8 @@ def test_a_text_too_short_to_measure_on_is_named(base, text, tmp_path, caplog):
         assert ("too few to tell near heads from far ones: give texts of 256 or more" in caplog.text) == warned
 
 
-def test_a_windowed_model_is_measured_within_its_windows(pico_tokenizer, text):
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 288, "sliding_window": 11}
-    model = retrofox.convert(MistralForCausalLM(MistralConfig(**sizes)), fox=FoxSpec(gate="bias"))
+def test_a_windowed_model_is_measured_within_its_windows(pico_fox, pico_tokenizer, text):
+    model = pico_fox(stirred=False, family="mistral", config={"sliding_window": 11}, gate="bias")
     start = measure_start(model, pico_tokenizer, [text])
     assert max(max(layer) for layer in start.distances) < 11
 
