@@ -239,6 +239,15 @@ def pico_checkpoint(pico_llama, pico_tokenizer, tmp_path) -> Path:
 
 
 @pytest.fixture
+def converted(pico_checkpoint, tmp_path) -> Path:
+    """A directory as `retrofox convert` writes it of a pico Llama."""
+    import retrofox
+
+    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+    return tmp_path / "fox"
+
+
+@pytest.fixture
 def saved_before(tmp_path) -> Callable[[str], Path]:
     """saved_before(name) -> a directory as commit d454864 saved it (loading/test_saved_before.py says how)."""
 

@@ -87,12 +87,6 @@ def test_without_a_hub_the_answer_comes_at_once(monkeypatch):
         read_config("a/b/c")
 
 
-@pytest.fixture
-def converted(pico_checkpoint, tmp_path) -> Path:
-    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
-    return tmp_path / "fox"
-
-
 AT_HOME = (
     "report/report.html",
     *("optimizer.pt", "scaler.pkl", "checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json"),

@@ -17,12 +17,6 @@ INDEX = "model.safetensors.index.json"
 LOST = "model.layers.1.self_attn.forget_gate"
 
 
-@pytest.fixture
-def converted(pico_checkpoint, tmp_path) -> Path:
-    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
-    return tmp_path / "fox"
-
-
 def one_line(error: str) -> str:
     lines = [line for line in error.splitlines() if line and "Loading weights" not in line]
     assert len(lines) == 1, error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -20,17 +21,15 @@ from retrofox.support import report
 
 
 @pytest.fixture
-def now(monkeypatch):
-    """A list of one time in seconds, which bars take for the clock's."""
-    time = [0.0]
+def bars_read(monkeypatch):
+    """bars_read(clock): from here on bars ask this function for the time in seconds."""
     init = report.Progress.__init__
-    monkeypatch.setattr(
-        report.Progress, "__init__", lambda self, *a, **options: init(self, *a, get_time=lambda: time[0], **options)
-    )
-    return time
+    return lambda clock: monkeypatch.setattr(report.Progress, "__init__", partialmethod(init, get_time=clock))
 
 
-def test_a_pipe_is_told_the_time_left_once_a_minute(now, capsys):
+def test_a_pipe_is_told_the_time_left_once_a_minute(bars_read, capsys):
+    now = [0.0]
+    bars_read(lambda: now[0])
     with report.progress_bar("tokens", True) as bar:
         task = bar.add_task("model", total=4000)
         for now[0] in (30, 59, 90, 100):
@@ -50,12 +49,9 @@ def test_one_pass_over_a_text_advances_layer_by_layer(pico_fox):
 
 
 @pytest.fixture
-def slow(monkeypatch):
+def slow(bars_read):
     """A minute passes between any two looks at the clock."""
-    clock, init = itertools.count(0, 61), report.Progress.__init__
-    monkeypatch.setattr(
-        report.Progress, "__init__", lambda self, *a, **options: init(self, *a, get_time=lambda: next(clock), **options)
-    )
+    bars_read(itertools.count(0, 61).__next__)
 
 
 def test_copied_weights_are_counted(slow, tmp_path, capsys):
