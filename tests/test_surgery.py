@@ -13,14 +13,10 @@ from retrofox.conversion.verify import compare
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model import modeling_fox as attention_module
+from tests.model.conftest import logits
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
 TOKENS = torch.randint(2, 288, (1, 32), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 def test_norms_start_at_the_rms_of_their_states(pico_llama):
@@ -54,7 +50,7 @@ def test_a_directorys_norms_start_as_those_of_its_live_model(pico_checkpoint, tm
     assert len(expected) == 6
     for name, gain in expected.items():
         torch.testing.assert_close(stored[name], gain, rtol=1e-5, atol=0)
-    assert torch.allclose(logits(retrofox.load(tmp_path / "out")), logits(live), atol=1e-5)
+    assert torch.allclose(logits(retrofox.load(tmp_path / "out"), TOKENS), logits(live, TOKENS), atol=1e-5)
 
 
 def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
@@ -75,7 +71,7 @@ def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path
     base = pico_llama()
     report = retrofox.convert(base, "out", fox=FoxSpec(rope="keep", init="open"))
     assert report["parity"]["equal"]
-    assert torch.allclose(logits(retrofox.load("out")), logits(base), atol=1e-5)
+    assert torch.allclose(logits(retrofox.load("out"), TOKENS), logits(base, TOKENS), atol=1e-5)
     with pytest.raises(ValueError, match="exists: remove it"):
         retrofox.convert(base, "out")
 
@@ -162,10 +158,10 @@ def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(own_code):
 
 def test_a_model_with_code_of_its_own_leaves_the_packages_models_theirs(own_code, pico_fox_checkpoint, monkeypatch):
     """Both register an attention function called "fox"; each model must run that of its own file."""
-    ours, wanted = retrofox.load(pico_fox_checkpoint), logits(own_code)
+    ours, wanted = retrofox.load(pico_fox_checkpoint), logits(own_code, TOKENS)
     monkeypatch.setattr(attention_module, "attend", lambda call: call.query.transpose(1, 2) * 0)
-    assert torch.equal(logits(own_code), wanted)
-    assert not torch.allclose(logits(ours), wanted, atol=1e-2)
+    assert torch.equal(logits(own_code, TOKENS), wanted)
+    assert not torch.allclose(logits(ours, TOKENS), wanted, atol=1e-2)
 
 
 def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):

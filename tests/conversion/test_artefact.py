@@ -21,6 +21,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.conversion.verify import compare
 from retrofox.loading.shards import INDEX
+from tests.model.conftest import logits
 
 TOKENS = torch.arange(2, 34)[None]
 
@@ -38,11 +39,6 @@ def source(base, tmp_path) -> Path:
     return tmp_path / "base"
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
 def stored(directory: Path) -> dict[str, torch.Tensor]:
     index = json.loads((directory / INDEX).read_text())["weight_map"]
     files = {name: load_file(directory / name) for name in set(index.values())}
@@ -54,7 +50,7 @@ def test_gates_open_and_rope_kept_equal_the_base(base, source, tmp_path):
     assert report["parity"]["equal"]
     assert report["parity"]["max_difference"] <= 1e-5
     assert json.loads((tmp_path / "out" / "retrofox.json").read_text())["parity"] == report["parity"]
-    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out"), TOKENS), logits(base, TOKENS), atol=1e-5, rtol=0)
 
 
 def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(base, source, tmp_path):
