@@ -53,9 +53,8 @@ def test_any_class_of_transformers_may_be_imported_first(pico_fox_checkpoint, na
     ran(pico_fox_checkpoint, OPENED, first=f"import retrofox\nfrom transformers import {name}")
 
 
-def test_a_tokenizer_opens_without_a_question_or_a_warning(pico_checkpoint, tmp_path):
-    retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
-    assert ran(tmp_path / "out", TOKENIZED, first="import retrofox") == ""
+def test_a_tokenizer_opens_without_a_question_or_a_warning(converted):
+    assert ran(converted, TOKENIZED, first="import retrofox") == ""
 
 
 def test_importing_retrofox_imports_nothing_heavy():

@@ -67,16 +67,12 @@ def test_pretrained_tensors_are_shared_and_untouched(pico_llama):
     assert {name.split(".")[-2] for name in set(after) - set(before)} == {"forget_gate"}
 
 
-def cache_of(kind: str, model):
-    if kind == "dynamic":
-        return DynamicCache(config=model.config)
-    return StaticCache(config=model.config, max_cache_len=LENGTH + 8)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens, kind):
     model = pico_fox().to(torch.bfloat16)
-    cache: Any = cache_of(kind, model)
+    cache: Any = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(config=model.config, max_cache_len=LENGTH + 8)
     for _, module in attentions(model):
         module.forget_gate.record = True
     logits(model, tokens, **{CACHE: cache})

@@ -20,16 +20,13 @@ def test_a_plain_class_refuses_a_converted_checkpoint(plain, options, pico_fox_c
         plain.from_pretrained(pico_fox_checkpoint, **options)
 
 
-def test_a_converted_directory_is_refused_too_and_its_own_classes_load_it(
-    pico_checkpoint, tmp_path, remote_code, monkeypatch
-):
-    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+def test_a_converted_directory_is_refused_too_and_its_own_classes_load_it(converted, tmp_path, remote_code):
     with pytest.raises(ValueError, match=WHAT_TO_DO):
-        LlamaForCausalLM.from_pretrained(tmp_path / "fox")
+        LlamaForCausalLM.from_pretrained(converted)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "fox", trust_remote_code=False)
-    model = retrofox.load(tmp_path / "fox")
-    far = AutoModelForCausalLM.from_pretrained(tmp_path / "fox", trust_remote_code=True)
+        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=False)
+    model = retrofox.load(converted)
+    far = AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
     assert torch.equal(far.eval()(TOKENS).logits, model(TOKENS).logits)
     far.save_pretrained(tmp_path / "again")
     with pytest.raises(ValueError, match=WHAT_TO_DO):
