@@ -10,8 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import demo
 
-ROOT = Path(__file__).parents[1]
-
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path):
     mine = tmp_path / "mine"

@@ -52,7 +52,7 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert (code, out.strip()) == (0, "folder/smollm2-control.yaml")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
+def test_an_unknown_name_is_refused_with_the_nearest(run):
     for command in ("show", "cp"):
         code, _, err = run("recipes", command, "smollm2-strecth")
         assert code == 2

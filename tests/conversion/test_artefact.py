@@ -53,7 +53,7 @@ def test_gates_open_and_rope_kept_equal_the_base(base, source, tmp_path):
     torch.testing.assert_close(logits(retrofox.load(tmp_path / "out"), TOKENS), logits(base, TOKENS), atol=1e-5, rtol=0)
 
 
-def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(base, source, tmp_path):
+def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(source, tmp_path):
     retrofox.convert(source, tmp_path / "out", verify=False)
     before, after = load_file(source / "model.safetensors"), stored(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)

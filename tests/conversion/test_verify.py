@@ -12,7 +12,7 @@ from retrofox.conversion import verify
 
 
 @pytest.fixture
-def converted(pico_llama, tmp_path):
+def converted(tmp_path):
     """converted(base) -> the directory of its converted form, gates open and every rotary pair kept."""
 
     def make(base) -> Path:

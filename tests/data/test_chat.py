@@ -227,7 +227,7 @@ def test_records_that_hold_no_conversation_are_named(content, why, tmp_path, cha
         prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
 
 
-def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
+def test_a_recipe_mixes_conversations_and_refuses_changes_of_them():
     recipe = {
         "model": "some/model",
         "output": "run",

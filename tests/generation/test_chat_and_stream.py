@@ -111,7 +111,7 @@ def test_a_template_writes_its_own_first_token(opened):
     assert render(adding, message) == adding("the fox")["input_ids"][1:]
 
 
-def test_ends_are_the_tokenizers_where_the_model_names_none_and_can_be_ignored(opened, pico_tokenizer):
+def test_ends_are_the_tokenizers_where_the_model_names_none_and_can_be_ignored(opened):
     opened.model.generation_config.eos_token_id = None
     free = generate(opened.model, ["the fox"], 24, tokenizer=opened.tokenizer, stream=False, ignore_eos=True)
     whole = free["token_ids"][0]

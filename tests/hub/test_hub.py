@@ -134,7 +134,7 @@ def test_weights_of_an_earlier_upload_go_when_others_come(online, converted, pic
         assert "notes.txt" in names
 
 
-def test_a_push_that_the_hub_refuses_changes_nothing_there(online, converted, run, pico_fox_checkpoint):
+def test_a_push_that_the_hub_refuses_changes_nothing_there(online, converted, run):
     before = online.commit("me/fox", {"README.md": b"older"})
     online.refuse = {"/commit/": 403}
     code, _, error = run("push", converted, "me/fox")

@@ -146,7 +146,7 @@ def test_sharded_pickles(pickled, tmp_path):
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 )
-def test_a_full_disk_is_named_and_nothing_is_left(single, tmp_path, monkeypatch, error):
+def test_a_full_disk_is_named_and_nothing_is_left(single, monkeypatch, error):
     monkeypatch.setattr("retrofox.conversion.directory.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
     refused(single, "No space left on device", OSError)
 

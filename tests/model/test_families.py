@@ -222,7 +222,7 @@ def test_a_fixed_cache_gives_the_tokens_of_a_growing_one(fox, tokens, path, monk
         assert fox.decoded_by == "the step of a captured graph, uncaptured on a CPU"
 
 
-def test_dropped_positions_are_gone_and_partial_ones_are_not(base, row, tokens, path):
+def test_dropped_positions_are_gone_and_partial_ones_are_not(base, tokens, path):
     stretched = torch.arange(LENGTH)[None] * 3
     mask = torch.ones_like(tokens)
     model = retrofox.convert(base, fox=FoxSpec(rope="drop", gate="none"))

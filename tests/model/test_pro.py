@@ -97,7 +97,7 @@ def test_shift_formula(from_zero):
     close(shift(states[:, :1], None, None, hidden[:, :1]), first, 1e-6)
 
 
-def test_a_layer_with_all_parts_is_the_formula(pico_fox, tokens):
+def test_a_layer_with_all_parts_is_the_formula(pico_fox):
     model = pico_fox(pro="all", rope="drop", gate="none")
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(4))

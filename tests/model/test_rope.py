@@ -146,7 +146,7 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
 
 
-def test_a_layer_can_have_its_own_limit(tokens):
+def test_a_layer_can_have_its_own_limit():
     base = make_base("default")
     whole, none = convert(base, rope="keep"), convert(base, rope="drop")
     mixed = convert(base, rope="partial", max_wavelength=30.0, layer_max_wavelength={0: math.inf, 1: 0.0})
@@ -182,7 +182,7 @@ def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     close(out, expected)
 
 
-def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
+def test_a_dropped_rotary_stays_dropped_under_torch_compile():
     model = convert(make_base("default"), rope="drop")
     hidden = torch.randn(1, 24, 32)
     position_ids = torch.arange(24)[None]

@@ -120,7 +120,7 @@ def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, 
     assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "panel", "heads"]
 
 
-def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
+def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch):
     short = tmp_path / "short.txt"
     short.write_text("Ten words that all differ, so nothing here comes twice.")
     monkeypatch.setattr("retrofox.reporting.sections.find_spec", lambda name: None)

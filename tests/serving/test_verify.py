@@ -109,7 +109,7 @@ def test_bfloat16_is_measured_by_the_base_and_refused_without_it(pico_fox_checkp
         assert verify._passed(report, "bfloat16")["a: no further apart than the base"] is held
 
 
-def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoint):
+def test_what_can_not_be_compared_is_refused(pico_checkpoint):
     with pytest.raises(ValueError, match="is a plain llama, not a converted one"):
         verify_serving(pico_checkpoint)
     with pytest.raises(ValueError, match="prompts of 16 tokens prove nothing"):

@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_p
     assert weights(tmp_path / "run") == before
 
 
-def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
+def test_a_signal_to_the_whole_group_saves_too(recipe):
     """As Slurm and systemd send it: the loader's processes must not die of it before the checkpoint is written."""
     slow = (
         "import sys, time\n"

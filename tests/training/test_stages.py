@@ -27,9 +27,7 @@ def make_recipe(make_recipe):
     return lambda **keys: make_recipe(**{"converted": False, "stages": [STAGE], **keys})
 
 
-def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(
-    make_recipe, tmp_path, monkeypatch, pico_tokenizer
-):
+def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(make_recipe, monkeypatch, pico_tokenizer):
     asked, plain = [], StageData.batches
 
     def batches(self, first_row):

@@ -141,7 +141,7 @@ def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, 
         assert len(scored(world)[1]) == 1
 
 
-def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
+def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe):
     stage = {"objective": "extend", "tokens": 1024, "sequence_length": 64, "batch_tokens": 128, "clip": 0}
     wild = {**stage, "learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}, "warmup_tokens": 128}
     tame = {**wild, "learning_rate": 1e-3, "clip": 1.0, "warmup_tokens": 256}
