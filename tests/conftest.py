@@ -232,10 +232,22 @@ def pico_tokenizer() -> Any:
     return fast
 
 
+@pytest.fixture(scope="session")
+def saved(pico_tokenizer) -> Callable[[Any, Path], Path]:
+    """saved(model, directory) -> the directory, with the model and the pico tokenizer."""
+
+    def save(model: Any, directory: Path) -> Path:
+        model.save_pretrained(directory)
+        pico_tokenizer.save_pretrained(directory)
+        return directory
+
+    return save
+
+
 @pytest.fixture
-def pico_checkpoint(pico_llama, pico_tokenizer, tmp_path) -> Path:
+def pico_checkpoint(pico_llama, saved, tmp_path) -> Path:
     """A directory with an unconverted pico Llama and its tokenizer."""
-    return saved(pico_llama(), pico_tokenizer, tmp_path / "pico-llama")
+    return saved(pico_llama(), tmp_path / "pico-llama")
 
 
 @pytest.fixture
@@ -265,15 +277,9 @@ def saved_before(tmp_path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
+def pico_fox_checkpoint(pico_fox, saved, tmp_path) -> Path:
     """A directory with a converted, stirred pico Llama and its tokenizer."""
-    return saved(pico_fox(), pico_tokenizer, tmp_path / "pico-fox")
-
-
-def saved(model: Any, tokenizer: Any, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return saved(pico_fox(), tmp_path / "pico-fox")
 
 
 @pytest.fixture

@@ -84,13 +84,11 @@ def test_expected_attention_is_that_of_gaussian_queries_at_the_next_positions(ll
         torch.testing.assert_close(evicting.scores["expected"][0][kv_head, SINKS:], wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_the_command_writes_rows_of_a_plain_and_a_forgetting_model(pico_checkpoint, pico_fox, pico_tokenizer, tmp_path):
+def test_the_command_writes_rows_of_a_plain_and_a_forgetting_model(pico_checkpoint, pico_fox, saved, tmp_path):
     text = tmp_path / "hay.txt"
     text.write_text("".join(f"A fox crossed field {n}. Rain fell on the mill! " for n in range(200)), encoding="utf-8")
-    fox = pico_fox(half_life=(2.0, 1000.0), horizon=4.0)
-    fox.save_pretrained(tmp_path / "fox")
-    pico_tokenizer.save_pretrained(tmp_path / "fox")
-    words = f"{pico_checkpoint} {pico_checkpoint}+yarn:4 {tmp_path / 'fox'} --haystack {text} --lengths 400"
+    fox = saved(pico_fox(half_life=(2.0, 1000.0), horizon=4.0), tmp_path / "fox")
+    words = f"{pico_checkpoint} {pico_checkpoint}+yarn:4 {fox} --haystack {text} --lengths 400"
     words += f" --ratios 1,.5 --prompts 5 --texts 2 --device cpu --out {tmp_path / 'out.json'}"
     rows = cache_methods.main(words.split())["rows"]
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == json.loads(json.dumps(rows))

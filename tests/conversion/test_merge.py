@@ -20,18 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 
 
 @pytest.fixture
-def adapter(pico_fox, pico_tokenizer, tmp_path):
+def adapter(pico_fox, saved, tmp_path):
     """adapter(dtype) -> the directory of a random adapter of a converted base stored in that dtype."""
 
     def make(dtype: torch.dtype) -> Path:
-        base = tmp_path / "base"
         model = pico_fox()
         for name, parameter in model.named_parameters():
             if not is_new_tensor(name):
                 parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
-        model.save_pretrained(base)
-        pico_tokenizer.save_pretrained(base)
+        base = saved(model, tmp_path / "base")
         adapted = add_adapters(retrofox.load(base, dtype=torch.float32), LoraConfig(rank=2), str(base))
         torch.manual_seed(0)
         for name, parameter in adapted.named_parameters():

@@ -26,14 +26,12 @@ def documents(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def on_disk(pico_llama, pico_fox, pico_tokenizer, tmp_path_factory) -> tuple[str, str]:
+def on_disk(pico_llama, pico_fox, saved, tmp_path_factory) -> tuple[str, str]:
     """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
     folder = tmp_path_factory.mktemp("models")
     exact = pico_fox(stirred=False, rope="keep", init="open", sink_tokens=0)
-    for name, model in (("base", pico_llama()), ("fox", exact)):
-        model.save_pretrained(folder / name)
-        pico_tokenizer.save_pretrained(folder / name)
-    return str(folder / "base"), str(folder / "fox")
+    base, fox = (saved(model, folder / name) for name, model in (("base", pico_llama()), ("fox", exact)))
+    return str(base), str(fox)
 
 
 @pytest.fixture(scope="session")

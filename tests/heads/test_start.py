@@ -33,15 +33,13 @@ def text(tmp_path) -> str:
 
 
 @pytest.fixture
-def base(pico_llama, pico_tokenizer, tmp_path) -> str:
+def base(pico_llama, saved, tmp_path) -> str:
     """A pico Llama trained to LENGTH tokens whose attention is far from uniform, with its tokenizer."""
     model = pico_llama(max_position_embeddings=LENGTH)
     for name, parameter in model.named_parameters():
         if "_proj" in name or "embed" in name:
             torch.nn.init.normal_(parameter, std=0.25)
-    model.save_pretrained(tmp_path / "base")
-    pico_tokenizer.save_pretrained(tmp_path / "base")
-    return str(tmp_path / "base")
+    return str(saved(model, tmp_path / "base"))
 
 
 def looking_back(heads: list[int], length: int) -> Any:

@@ -31,12 +31,11 @@ def small(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def made(pico_llama, pico_fox, pico_tokenizer, tmp_path_factory) -> dict[str, Any]:
+def made(pico_llama, pico_fox, saved, tmp_path_factory) -> dict[str, Any]:
     """A base, its converted form and texts on disk; the report of them, and its folder."""
     folder = tmp_path_factory.mktemp("made")
     for name, model in (("base", pico_llama()), ("fox", pico_fox())):
-        model.save_pretrained(folder / name)
-        pico_tokenizer.save_pretrained(folder / name)
+        saved(model, folder / name)
     (folder / "texts").mkdir()
     for number, word in enumerate(("gate", "river", "stone")):
         text = f"the {word} forgets the fox, and the fox finds the {word} again. Nobody saw the {word} fall. "

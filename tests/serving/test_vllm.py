@@ -27,13 +27,10 @@ WIDE = {"head_dim": 64, "hidden_size": 64, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, pico_llama, stir, pico_tokenizer) -> Path:
+def served(tmp_path_factory, pico_llama, stir, saved) -> Path:
     """A converted tiny Llama of heads that vLLM has kernels for."""
-    out = tmp_path_factory.mktemp("served") / "fox"
     model = stir(retrofox.convert(pico_llama(**WIDE), fox=retrofox.FoxSpec(half_life=(5.0, 500.0))))
-    model.save_pretrained(out)
-    pico_tokenizer.save_pretrained(out)
-    return out
+    return saved(model, tmp_path_factory.mktemp("served") / "fox")
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,10 @@ def test_the_target_falls_over_the_first_part_of_the_stage(pico_fox):
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
-    pico_fox(half_life=(50.0, 5000.0)).save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
+def recipe(tmp_path, pico_fox, saved, write_recipe) -> Path:
+    model = saved(pico_fox(half_life=(50.0, 5000.0)), tmp_path / "model")
     budget = {"share": 0.1, "length": "1Ki", "weight": 1.0}
-    return write_recipe({"budget": budget}, model=str(tmp_path / "model"), checkpoint={"every_steps": 1, "keep": 9})
+    return write_recipe({"budget": budget}, model=str(model), checkpoint={"every_steps": 1, "keep": 9})
 
 
 def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch):

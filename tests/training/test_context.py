@@ -15,15 +15,14 @@ from retrofox.training.validate import preflight
 
 
 @pytest.fixture
-def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
+def recipe_for(tmp_path, pico_fox, saved, write_recipe):
     """recipe_for(output, **keys) -> path of a recipe of 6 steps over packed documents, a checkpoint every 2."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(40):
         text = "".join(f"the fox forgets gate {number * i % 17} and so on, " for i in range(1 + number % 7))
         (folder / f"{number}.txt").write_text(text)
-    pico_fox(pro="all", config={"tie_word_embeddings": True}).save_pretrained(tmp_path / "model")  # as SmolLM2's
-    pico_tokenizer.save_pretrained(tmp_path / "model")
+    saved(pico_fox(pro="all", config={"tie_word_embeddings": True}), tmp_path / "model")  # as SmolLM2's
     common = {"model": str(tmp_path / "model"), "log": {"every": 1, "eval_tokens": 512}}
     common |= {"checkpoint": {"every_steps": 2}, "data": {"train": [str(folder)], "eval": [str(folder)]}}
 

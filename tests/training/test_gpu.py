@@ -46,11 +46,10 @@ print("PEAK", torch.cuda.max_memory_allocated())
 
 
 @pytest.fixture
-def make_recipe(tmp_path, pico_fox, pico_tokenizer, make_recipe):
+def make_recipe(tmp_path, pico_fox, saved, make_recipe):
     """A recipe of 12 steps on a model whose heads are wide enough for the kernels."""
     model = pico_fox(config={"head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.02})
-    model.save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
+    saved(model, tmp_path / "model")
     text = tmp_path / "long.txt"
     text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(2000)))
     common = {"model": str(tmp_path / "model"), "data": {"train": [str(text)], "eval": [str(text)]}}

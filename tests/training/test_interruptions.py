@@ -20,13 +20,12 @@ from retrofox.training.train import train
 
 
 @pytest.fixture
-def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
+def recipe_for(tmp_path, pico_fox, saved, write_recipe):
     """recipe_for(output) -> path of a recipe of 8 steps, a checkpoint every 2."""
     # 6 heads: of their gates the last of 4 processes holds nothing
     config = {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True}
-    pico_fox(config=config).save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
-    common = {"model": str(tmp_path / "model"), "checkpoint": {"every_steps": 2}}
+    model = saved(pico_fox(config=config), tmp_path / "model")
+    common = {"model": str(model), "checkpoint": {"every_steps": 2}}
 
     def build(output: str, **values) -> Path:
         return write_recipe({"tokens": 1024, "schedule": "linear"}, output=output, **{**common, **values})

@@ -29,22 +29,21 @@ def make_recipe(make_recipe):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_gates_are_trained_saved_and_merged(make_recipe, pico_fox, pico_tokenizer, tmp_path, dora, monkeypatch, launch):
+def test_gates_are_trained_saved_and_merged(make_recipe, pico_fox, saved, tmp_path, dora, monkeypatch, launch):
     """With DoRA, Pro parts too."""
-    pico_fox(pro="all" if dora else ()).save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
-    recipe = make_recipe(model=str(tmp_path / "model"), lora={"rank": 2, "dora": dora})
+    model = saved(pico_fox(pro="all" if dora else ()), tmp_path / "model")
+    recipe = make_recipe(model=str(model), lora={"rank": 2, "dora": dora})
     adapter = Path(train(recipe)["model"])
-    saved = load_file(adapter / "adapter_model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
     parts = ("q_norm_fox", "k_norm_fox", "output_norm", "output_gate", "k_shift", "v_shift") if dora else ()
     for part in ("forget_gate", *parts):
-        found = [value for name, value in saved.items() if f".{part}." in name]
+        found = [value for name, value in tensors.items() if f".{part}." in name]
         assert found, part
         assert all(value.dtype == torch.float32 for value in found)
-    assert not any("output_gate.lora" in name or "forget_gate.lora" in name for name in saved)
+    assert not any("output_gate.lora" in name or "forget_gate.lora" in name for name in tensors)
     start = retrofox.load(recipe.model)
     before = start.get_parameter("model.layers.0.self_attn.forget_gate.bias")
-    assert not torch.equal(saved["base_model.model.model.layers.0.self_attn.forget_gate.bias"], before)
+    assert not torch.equal(tensors["base_model.model.model.layers.0.self_attn.forget_gate.bias"], before)
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     assert sorted(targets) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     (tmp_path / "random.py").write_text("raise SystemExit('a module of the user, not of Python')")
@@ -146,13 +145,13 @@ def test_a_file_without_its_gates_is_caught(pico_fox, pico_fox_checkpoint, tmp_p
             assert_gates_saved(tmp_path, model)
 
 
-def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_fox, pico_tokenizer, tmp_path):
+def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_fox, saved, tmp_path):
     bnb = pytest.importorskip("bitsandbytes")
-    pico_fox(config={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}).save_pretrained(tmp_path / "wide")
-    pico_tokenizer.save_pretrained(tmp_path / "wide")
+    model = pico_fox(config={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32})
+    wide = saved(model, tmp_path / "wide")
     where = torch.float32, torch.device("cpu")
-    four_bits = adapted(tmp_path / "wide", LoraConfig(rank=2, quantize="nf4"), *where)
-    dense = adapted(tmp_path / "wide", LoraConfig(rank=2), *where)
+    four_bits = adapted(wide, LoraConfig(rank=2, quantize="nf4"), *where)
+    dense = adapted(wide, LoraConfig(rank=2), *where)
     dense.load_state_dict({name: p for name, p in four_bits.named_parameters() if p.requires_grad}, strict=False)
     layers = {name: module for name, module in four_bits.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     assert len(layers) == 14
@@ -172,5 +171,5 @@ def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_f
     wanted = gradients(dense)
     for name, gradient in gradients(four_bits).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
-    recipe = make_recipe(model=str(tmp_path / "wide"), lora={"rank": 2, "quantize": "nf4"})
+    recipe = make_recipe(model=str(wide), lora={"rank": 2, "quantize": "nf4"})
     assert merge(train(recipe)["model"], tmp_path / "merged")["relative_difference"] < 1e-4

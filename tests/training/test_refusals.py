@@ -85,12 +85,11 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
     ],
 )
 def test_skips_without_effect_or_that_would_change_other_documents_are_refused(
-    recipe, tmp_path, pico_llama, pico_tokenizer, fox, reason
+    recipe, tmp_path, pico_llama, saved, fox, reason
 ):
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    pico_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dynamic")
-    pico_tokenizer.save_pretrained(tmp_path / "dynamic")
-    refusals = check_here(load_recipe(recipe, [*SKIPS, f"model={tmp_path / 'dynamic'}", f"fox={fox}"]))
+    model = saved(pico_llama(rope_parameters=parameters), tmp_path / "dynamic")
+    refusals = check_here(load_recipe(recipe, [*SKIPS, f"model={model}", f"fox={fox}"]))
     assert [reason is not None and reason in text for text in refusals] == [True] * (reason is not None)
 
 
@@ -179,14 +178,13 @@ def test_special_tokens_that_no_text_holds_need_no_embedding(
         train(load_recipe(recipe, ["data.split_special_tokens=false", f"output={tmp_path / 'other'}"]))
 
 
-def test_models_of_other_kinds_are_refused(recipe, tmp_path, pico_tokenizer):
+def test_models_of_other_kinds_are_refused(recipe, tmp_path, saved):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "holds a LoRA adapter (adapter_config.json): merge it" in refusal(recipe, f"model={tmp_path / 'adapter'}")
     config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=288, bos_token_id=0, eos_token_id=1)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    pico_tokenizer.save_pretrained(tmp_path / "gpt2")
-    assert "a gpt2 model has no decoder layers" in refusal(recipe, "fox=null", f"model={tmp_path / 'gpt2'}")
+    model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2")
+    assert "a gpt2 model has no decoder layers" in refusal(recipe, "fox=null", f"model={model}")
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))

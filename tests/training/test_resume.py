@@ -27,12 +27,10 @@ from tests import conftest
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
+def recipe(tmp_path, pico_fox, saved, write_recipe) -> Path:
     """Two stages of 4 steps with a checkpoint each."""
-    pico_fox().save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
-    checkpoint = {"every_steps": 1, "keep": 9}
-    return write_recipe({}, {}, model=str(tmp_path / "model"), checkpoint=checkpoint)
+    model = saved(pico_fox(), tmp_path / "model")
+    return write_recipe({}, {}, model=str(model), checkpoint={"every_steps": 1, "keep": 9})
 
 
 REPORTED = ("loss_first", "loss_last", "eval_before", "eval_after")
@@ -62,16 +60,13 @@ def test_an_interrupted_stage_ends_with_the_bits_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("row", ["mixtral", "deepseek_v3"])
-def test_fused_experts_come_back_as_they_were_saved(
-    row, tmp_path, pico_tokenizer, write_recipe, stop_at, curve, weights
-):
+def test_fused_experts_come_back_as_they_were_saved(row, tmp_path, saved, write_recipe, stop_at, curve, weights):
     """Files of these models have each expert's matrices apart, the live model has them in one tensor."""
     extra = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "deepseek_v3": conftest.DEEPSEEK}[row]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(row, **{**conftest.PICO, **extra}))
-    retrofox.convert(model, fox=retrofox.FoxSpec()).save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
-    recipe = write_recipe({}, model=str(tmp_path / "model"), checkpoint={"every_steps": 1, "keep": 9})
+    converted = saved(retrofox.convert(model, fox=retrofox.FoxSpec()), tmp_path / "model")
+    recipe = write_recipe({}, model=str(converted), checkpoint={"every_steps": 1, "keep": 9})
     run(recipe, f"output={tmp_path / 'whole'}")
     stop_at(load_recipe(recipe), 2)
     assert run(recipe)["stages"][0]["resumed_at"] == 3
@@ -169,11 +164,10 @@ def test_a_signal_to_the_whole_group_saves_too(recipe):
 
 
 def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(
-    recipe, tmp_path, pico_llama, pico_tokenizer, monkeypatch
+    recipe, tmp_path, pico_llama, saved, monkeypatch
 ):
     for name, theta in (("base", 1e4), ("other", 1e5)):
-        pico_llama(rope_theta=theta).save_pretrained(tmp_path / name)
-        pico_tokenizer.save_pretrained(tmp_path / name)
+        saved(pico_llama(rope_theta=theta), tmp_path / name)
     fox = "fox={half_life: [2, 200]}"
     monkeypatch.setattr("retrofox.training.train.claim_data", lambda *_: next(iter(())))  # stops behind the conversion
     made = set()

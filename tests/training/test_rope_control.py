@@ -85,12 +85,9 @@ def test_a_rope_that_would_be_lost_or_ignored_is_refused(control):
             control(**keys)
 
 
-def test_a_rope_of_a_model_that_has_its_own_is_refused(
-    control, pico_fox_checkpoint, pico_llama, pico_tokenizer, tmp_path
-):
-    scaled = tmp_path / "scaled"
-    pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}).save_pretrained(scaled)
-    pico_tokenizer.save_pretrained(scaled)
+def test_a_rope_of_a_model_that_has_its_own_is_refused(control, pico_fox_checkpoint, pico_llama, saved, tmp_path):
+    model = pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    scaled = saved(model, tmp_path / "scaled")
     for model, told in (
         (pico_fox_checkpoint, f"rope_scaling is for unconverted models, and {pico_fox_checkpoint} is converted"),
         (scaled, "this model's RoPE is scaled already (rope_type linear)"),

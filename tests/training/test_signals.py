@@ -21,14 +21,13 @@ from retrofox.training.trainer import FoxTrainer
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, pico_fox, pico_tokenizer) -> Path:
+def whole(tmp_path_factory, pico_fox, saved) -> Path:
     """A recipe of two stages of 2 steps of 2 micro-batches, with held-out text; run once, without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     for part, word in (("train", "fox"), ("held-out", "sow")):
         text = "".join(f"the {word} forgets {i * i % 17} and so on, " for i in range(90))
         (folder / f"{part}.txt").write_text(text)
-    pico_fox().save_pretrained(folder / "model")
-    pico_tokenizer.save_pretrained(folder / "model")
+    saved(pico_fox(), folder / "model")
     stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}
     values = {
         "model": str(folder / "model"),

@@ -19,14 +19,13 @@ SKIPPING = [*range(10), *range(300, 314)]
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
+def recipe(tmp_path, pico_fox, saved, write_recipe) -> Path:
     """One stage of 4 steps, each with skips and a checkpoint; documents are short, so every window has several."""
     (tmp_path / "texts").mkdir()
     for number in range(60):
         text = "".join(f"the fox forgets gate {i * i % 17}, " for i in range(number, number + 2 + number % 3))
         (tmp_path / "texts" / f"{number}.txt").write_text(text)
-    pico_fox(rope="interpolate").save_pretrained(tmp_path / "model")
-    pico_tokenizer.save_pretrained(tmp_path / "model")
+    saved(pico_fox(rope="interpolate"), tmp_path / "model")
     data = {part: [str(tmp_path / "texts")] for part in ("train", "eval")}
     checkpoint = {"every_steps": 1, "keep": 9}
     return write_recipe({"max_position": 4096}, model=str(tmp_path / "model"), data=data, checkpoint=checkpoint)

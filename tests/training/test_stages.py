@@ -84,10 +84,9 @@ def test_models_between_stages_are_float32_and_the_logged_rate_is_the_pretrained
     assert [line["learning_rate"] for line in log] == [1e-3, 1e-3]  # gates learn at five times that
 
 
-def test_a_recipe_measures_gates_on_the_texts_it_trains_on(make_recipe, pico_llama, pico_tokenizer, tmp_path):
-    pico_llama(max_position_embeddings=256).save_pretrained(tmp_path / "base")  # room for a planted fact
-    pico_tokenizer.save_pretrained(tmp_path / "base")
-    recipe = make_recipe(model=str(tmp_path / "base"), fox={"init": "measured", "open_heads": 1, "half_life": [4, 64]})
+def test_a_recipe_measures_gates_on_the_texts_it_trains_on(make_recipe, pico_llama, saved, tmp_path):
+    base = saved(pico_llama(max_position_embeddings=256), tmp_path / "base")  # room for a planted fact
+    recipe = make_recipe(model=str(base), fox={"init": "measured", "open_heads": 1, "half_life": [4, 64]})
     model = retrofox.load(train(recipe)["model"])
     wanted = retrofox.convert(recipe.model, fox=recipe.fox, texts=[recipe.data.train[0].path])
     assert model.config.fox["open_heads"] == wanted.config.fox["open_heads"]
