@@ -66,7 +66,7 @@ class FoxTrainer(Trainer):
         flops = None if shape is None else flops_per_token(shape, recipe.lora, stage)
         self.clock = Clock(self.batch_tokens, flops, args.device)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), data.mesh)
-        self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
+        self.window = LossWindow(len(objective.metrics), args.device)
         signals = Signals(args.world_size, run.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
@@ -156,7 +156,7 @@ class FoxTrainer(Trainer):
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
             self.live_share = {key: value for key, value in logs.items() if key.startswith("live_")}
-            names = ("loss", *getattr(self.objective, "metrics", ()))
+            names = ("loss", *self.objective.metrics)
             logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
             self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
             if self.json_log is not None:

@@ -191,12 +191,9 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
 
 
 def refuse_positions(model: Any) -> None:
-    """Raises ValueError where one document's skipped positions would change the RoPE of others."""
-    rotary = (
-        [getattr(attention, "rotary_fade", None) for _, attention in attentions(model)] if is_converted(model) else []
-    )
-    gone = bool(rotary) and all(fade is None or fade.gone for fade in rotary)
-    if gone and (causal_lm(model).config.fox or {}).get("log_n") is None:
+    """Raises ValueError where skipped positions would change nothing, or the RoPE of other documents too."""
+    gone = is_converted(model) and all(x.rotary_fade is None or x.rotary_fade.gone for _, x in attentions(model))
+    if gone and causal_lm(model).config.fox["log_n"] is None:
         raise ValueError("max_position trains RoPE at distances, and this model has no RoPE: remove it")
     if not gone and depends_on_length(causal_lm(model).config):
         raise ValueError(
