@@ -163,7 +163,7 @@ def _utf8(data: bytes, path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{path}: not UTF-8 text ({why}): convert or remove it") from None
+        raise ValueError(f"{path}: not UTF-8 text ({why}): make it text, .jsonl or .parquet, or remove it") from None
 
 
 def _zstandard(raw: Any) -> io.BufferedReader:

@@ -43,12 +43,11 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         for file in partial.rglob("*.safetensors"):
             file.chmod(new_file_mode())
         partial.rename(out)
-    except SafetensorError as error:
-        raise OSError(f"{out} could not be written: {error}; nothing was left there") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise OSError(f"{out} could not be written: {error.strerror}; nothing was left there") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"{out} could not be written: {why}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
