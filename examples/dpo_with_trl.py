@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--beta", type=float, default=0.1, help="how closely it stays to the model as it was")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
     options = parser.parse_args(arguments)
+    options.cpu |= not torch.cuda.is_available()
 
     model = retrofox.load(options.model, dtype=torch.float32)  # on a GPU, products run in bfloat16
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)  # asks nothing

@@ -191,8 +191,11 @@ def advice(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Se
         changes = changes_that_fit(shape, other, stage, on, where)
         if changes is not None:
             return "set " + " and ".join(filter(None, (words, named(changes))))
-    longest = longest_row(shape, recipe, stage.model_copy(update=SWITCHES), on, setting)
-    return f"set sequence_length to {longest} at most, with {named(SWITCHES)}" if longest else "take a larger GPU"
+    for words, other, where in _variants(recipe, setting):
+        if longest := longest_row(shape, other, stage.model_copy(update=SWITCHES), on, where):
+            beside = f" and {words}" if words else ""
+            return f"set sequence_length to {longest} at most, with {named(SWITCHES)}{beside}"
+    return "take a larger GPU"
 
 
 def _variants(recipe: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe, Setting]]:
@@ -203,8 +206,10 @@ def _variants(recipe: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe, S
     adaptable = all(stage.objective in ("extend", "distill") for stage in recipe.stages)
     if recipe.lora is None and recipe.fox is not None and adaptable:
         yield "lora: {rank: 16}", recipe.model_copy(update={"lora": LoraConfig(rank=16)}), setting
-        packed = LoraConfig(rank=16, quantize="nf4")
-        yield "lora: {rank: 16, quantize: nf4}", recipe.model_copy(update={"lora": packed}), setting
+    if recipe.fox is not None and adaptable and (recipe.lora is None or recipe.lora.quantize is None):
+        packed = (recipe.lora or LoraConfig(rank=16)).model_copy(update={"quantize": "nf4"})
+        words = "lora: {rank: 16, quantize: nf4}" if recipe.lora is None else "lora.quantize: nf4"
+        yield words, recipe.model_copy(update={"lora": packed}), setting
     more = 2 * setting.gpus
     while more <= 64 and more < 16 * setting.gpus and recipe.lora is None:
         yield f"--gpus {more} --sharding fsdp2", recipe, Setting(more, "fsdp2", setting.cuda)

@@ -63,7 +63,8 @@ def _table(title: str, stage: dict[str, Any]) -> Table:
     if stage["cpu_memory_gb"]:
         parts = ", ".join(f"{size(1e9 * value)} of {key}" for key, value in stage["cpu_memory_gb"].items())
         table.add_row("CPU memory", f"{parts} a device, moved there")
-    table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
+    longest = stage["longest_sequence"]
+    table.add_row("longest row", f"{longest:,} tokens, one to a micro-batch" if longest else "none fits")
     if "measured" in stage:
         found = stage["measured"]
         speed = f"{found['tokens_per_second']:,.0f} tok/s, {size(1e9 * found['peak_memory_gb'])}"

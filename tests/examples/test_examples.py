@@ -137,7 +137,7 @@ def trl_script(monkeypatch, tmp_path, pico_fox_checkpoint):
 
         monkeypatch.setattr(module, f"{name.upper()}Trainer", Watched)
         out = tmp_path / "tuned"
-        given = ["--model", str(pico_fox_checkpoint), "--out", str(out), "--cpu", "--steps", "2"]
+        given = ["--model", str(pico_fox_checkpoint), "--out", str(out), "--steps", "2"]
         module.main([*given, "--learning-rate", "1e-2", *arguments])
         start, tuned = retrofox.load(pico_fox_checkpoint), retrofox.load(out)
         assert tuned.config.model_type == "fox_llama"

@@ -64,6 +64,8 @@ def test_the_largest_model_takes_a_second_and_no_torch(recipe_of, tmp_path):
         (12, {"stage": {"micro_batch": 2}}, "set lora: {rank: 16} and gradient_checkpointing: full"),
         (4.8, {"stage": FULL}, "set lora: {rank: 16, quantize: nf4}"),
         (20, {"stage": {"sequence_length": "1Mi", "batch_tokens": "1Mi"}, "lora": {"rank": 16}}, "set sequence_length"),
+        (4.8, {"stage": FULL, "lora": {"rank": 16}}, "set lora.quantize: nf4"),
+        (2.5, {"stage": FULL}, "set sequence_length"),
         (0.5, {"stage": FULL, "lora": {"rank": 16}}, "take a larger GPU"),
     ],
 )
