@@ -27,7 +27,7 @@ class Rates(Section):
 class Budget(Section):
     """A pressure on the gates until few enough keys are left alive (`retrofox.training.budget`)."""
 
-    share: float = Field(gt=0, lt=1, description="of the keys, left alive; half-lives under 64 tokens stay")
+    share: float = Field(gt=0, lt=1, description="of the keys left alive; half-lives below 64 tokens are not pressed")
     length: Positive = Field(default=32768, description="tokens of the text that the share counts")
     weight: float = Field(default=0.03, gt=0, description="of the pressure beside the loss")
     anneal: float = Field(default=0.5, ge=0, le=1, description="part of the stage in which the target falls from 1")
