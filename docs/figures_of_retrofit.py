@@ -30,15 +30,18 @@ DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "de
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
     *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "skips-64k", "skips-log"),
-    *("broad-12M", "default-budget", "default-share15", "frozen-24M", "default-again", "default"),
+    *("broad-12M", "bounded", "default-budget", "default-share15", "frozen-24M", "default-again", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "yarn8-12M", *DEFAULT[-4:])
+RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])
 PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 PRESSED = ("pressed-start", "pressed-equal", "pressed-hinge", "pressed-cost")
 LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
-NO_ROPE = ("no-rope-40M", "yarn8-40M", "no-rope-38M", "no-rope-mixed", "no-rope", "yarn8-taught", "drope-taught")
+NO_ROPE = (
+    *("no-rope-40M", "yarn8-40M", "no-rope-1024", "no-rope-38M", "no-rope-mixed", "no-rope", "yarn8-taught"),
+    "drope-taught",
+)
 PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2], "no-rope", "no-rope-mixed", "no-rope-40M")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
@@ -133,7 +136,10 @@ ARM_TABLES = {
     "retrofit_no_rope": NO_ROPE,
 }
 """Generated part -> its arms."""
-AGAIN = ("default-again", "broad-12M", "yarn8-24M", "default-24M")
+AGAIN = (
+    *("yarn16-12M", "theta5M-12M", "default-again", "bounded", "broad-12M", "yarn8-24M", "default-24M"),
+    "no-rope-1024",
+)
 PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": AGAIN}
 """The same; the second's arms read other documents."""
 
@@ -175,7 +181,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    pressed = ("default", "default-share15", "default-24M")
+    pressed = ("default", "bounded", "default-share15", "default-24M")
     for label, arm in on_file([*GATES, "stretch-bound", *pressed, *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:

@@ -42,8 +42,8 @@ def vllm_throughput() -> str:
     for row in read("vllm-throughput.json")["rows"]:
         rounds = [[round_["tokens_per_second"] for round_ in row["rounds"][name]] for name in ("base", "retrofit")]
         ranges = [f"{min(speeds):,.0f} to {max(speeds):,.0f}" for speeds in rounds]
-        rows.append([f"{row['length']:,}", *ranges, f"{row['ratio']:.2f}"])
-    return table(["prompt", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
+        rows.append([f"{row['length']:,}", row["vllm"], *ranges, f"{row['ratio']:.2f}"])
+    return table(["prompt", "vLLM", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
 
 
 def shown(value: float | None, as_format: str = ".2f") -> str:
