@@ -72,6 +72,9 @@ def plan_of_own_gates(values: dict[str, Any], spec: FoxSpec, base: str, revision
     """
     if replace(spec, horizon=None) != FoxSpec():
         raise ValueError(f"{base} has forget gates of its own, which stay as they are: of fox it takes horizon alone")
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "hidden_act", "norm_eps"):
+        if name not in values:
+            raise ValueError(f"config.json of {base} has no {name}: take the one that its package saved")
     kind = AUTHORS if "fgate_type" in values else values["model_type"]  # the authors' was fla's until March 2025
     for name, allowed in EXPRESSIBLE[kind].items():
         if values.get(name, allowed[0]) not in allowed:
@@ -137,7 +140,12 @@ def write_own_gates(directory: Path, found: Shards, plan: Plan, partial: Path) -
     model = on_meta(plan.model_type, plan.config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in plan.tied:
-        state[name] = state["model.embed_tokens.weight"]
+        embedding = state["model.embed_tokens.weight"]
+        if not torch.equal(state.setdefault(name, embedding), embedding):
+            raise ValueError(
+                f"{directory}: {name} is not the embedding, to which its config.json ties it: set tie_word_embeddings: "
+                "false there"
+            )
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = sorted(name for name in shapes | wanted if shapes.get(name) != wanted.get(name))
     if wrong:
@@ -159,11 +167,11 @@ def renamed(state: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tenso
         name = re.sub(r"([kv])_proj\.shift_proj", r"\1_shift", theirs).replace("_proj.linear.", "_proj.")
         name = ".".join(RENAMED.get(part, part) for part in name.replace("fgate_bias", "f_proj.bias").split("."))
         name = re.sub(r"(_norm_fox|output_norm)\.weight$", r"\1.gain", name)
-        shape = plan.tensors.get(name, tuple(value.shape))
+        shape = torch.Size(plan.tensors.get(name, value.shape))
         if is_new_tensor(name):
             value = value.float()
-        if name.endswith(".gain"):  # one for all heads, or one for each
-            value = value.reshape(-1, shape[-1]).expand(shape) if value.numel() % shape[-1] == 0 else value
+        if name.endswith(".gain") and len(shape) == 2 and value.numel() in (shape[-1], shape.numel()):
+            value = value.reshape(-1, shape[-1]).expand(shape)  # one for all heads, or one for each
         elif name.endswith("_shift.weight"):
             found[name.replace("weight", "gain")] = torch.ones(shape[0])
         elif name.endswith("o_proj.weight") and "output-gate" in plan.spec.pro:

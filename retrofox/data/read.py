@@ -105,7 +105,9 @@ def value_of(record: Any, name: str, field: str, chat: bool) -> str | Messages:
     """
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(map(repr, record)) if isinstance(record, dict) and record else type(record).__name__
-        raise ValueError(f"{name}: no field {field!r}; the record has {has}: set text_field")
+        chats = not chat and isinstance(record, dict) and "messages" in record
+        way = "chats are read by a recipe, where the source says `chat: true`" if chats else "set text_field"
+        raise ValueError(f"{name}: no field {field!r}; the record has {has}: {way}")
     value = record[field]
     if value is None:
         return [] if chat else ""

@@ -41,6 +41,8 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
     Raises:
         ValueError: more than there are; a tokenizer without a chat template.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: the base's tokenizer has no chat template, so it is no instruct model: leave it out")
     free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]
     checkable = [(text.format(topic), check) for topic in TOPICS for text, check in INSTRUCTIONS]
     prompts: list[tuple[str, Check | None]] = []

@@ -111,12 +111,15 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
     [
         ("authors-pro", {"ogate_act": "silu"}, [], "ogate_act 'silu'"),
         ("authors-pro", {"ogate_act": "silu", "model_type": "forgetting_transformer"}, [], "ogate_act 'silu'"),
-        ("authors-pro", {"num_kv_heads": 1}, [], "a tensor of"),
+        ("authors-pro", {"num_kv_heads": 1}, [], "the two don't belong together"),
         ("fla-plain", {"window_size": 64}, [], "window_size 64"),
         ("fla-plain", {"attnres_block_size": 4}, [], "attnres_block_size 4"),
         ("fla-plain", {"hidden_act": "powlu"}, [], "hidden_act 'powlu'"),
         ("fla-plain", {"num_heads": 4}, [], "forget_gate.bias has shape (2,), by its config.json (4,)"),
         ("fla-plain", {"use_output_gate": True}, [], "output_gate.weight has shape None"),
+        ("fla-all", {"qk_norm": False}, [], "k_norm_fox.gain has shape (16,), by its config.json None"),
+        ("fla-all", {"num_hidden_layers": 1}, [], "by its config.json None"),
+        ("fla-all", {"tie_word_embeddings": True}, [], "lm_head.weight is not the embedding"),
         ("fla-plain", {}, ["--sink-tokens", "1", "--rope", "keep"], "horizon alone"),
     ],
 )
@@ -129,6 +132,15 @@ def test_what_can_not_be_computed_exactly_is_refused_by_name(run, tmp_path, name
     assert said in error
     assert error.strip().count("\n") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_what_config_json_lacks_is_named(run, tmp_path):
+    write("fla-plain", tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "norm_eps"}))
+    code, _, error = run("convert", tmp_path / "theirs", tmp_path / "ours")
+    assert code == 2
+    assert "has no norm_eps: take the one that its package saved" in error
 
 
 @pytest.mark.parametrize("name", ["fla-plain", "authors-pro"])

@@ -139,6 +139,7 @@ def test_paths_without_texts_say_what_to_do(tmp_path, tokenizer, prepared):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": ', "{file}:2: not a line of JSON"),
         ("a.jsonl", b'{"body": "a"}', "{file}:1: no field 'text'; the record has 'body': set text_field"),
+        ("a.jsonl", b'{"messages": []}', "no field 'text'; the record has 'messages': chats are read by a recipe"),
         ("a.txt", b"caf\xe9 au lait", "{file}: not UTF-8"),  # with its folder: several may hold such a name
         ("a.txt", b" \n", r"no text in it \(empty documents: 1\): give texts"),
         ("a.jsonl", b"\xef\xbb\xbf\r\n", r"no text in it \(empty documents: 0\): give texts"),
