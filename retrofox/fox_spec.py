@@ -81,7 +81,7 @@ class FoxSpec(FoxFields):
             the FoX paper, f = exp(-1/T), is a half-life of T ln 2.
         max_half_life: tokens: heads that are not open forget at least this fast, whatever the text says, log f =
             log sigmoid(w_f . x + b_f) - ln 2 / max_half_life. With a horizon, a layer without open heads then sees no
-            key beyond horizon * max_half_life / ln 2 tokens (`retrofox.anatomy.reach`). None = no bound.
+            key beyond horizon * max_half_life / ln 2 tokens, and vLLM keeps no more of it. None = no bound.
         open_heads: kv heads that start open, with a half-life of 128 times the base's length, and that a budget
             spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
             in a text.
