@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
 from retrofox.loading.shards import INDEX, Shards
+from retrofox.loading.tokenizers import keep_tokenizer
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.support.report import progress_bar
 from retrofox.surgery import Plan, with_new_modules
@@ -88,6 +89,7 @@ def write_directory(
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     plan.config.to_json_file(partial / "config.json")
     copy_others(directory, partial)
+    keep_tokenizer(directory, partial)
     write_remote_code(partial)
 
 

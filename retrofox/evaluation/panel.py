@@ -18,7 +18,7 @@ from retrofox.data.windows import documents
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel_texts import choose_kinds, rows_of
+from retrofox.evaluation.panel_texts import SHORTEST_ROW, choose_kinds, rows_of
 from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import tokens_label
@@ -86,7 +86,7 @@ def panel(
         rows[kind] = rows_of((ids for _, ids in documents(paths, tokenizer, text_field=text_field)), length, tokens)
     empty = [kind for kind, own in rows.items() if not own]
     if empty:
-        raise ValueError(f"no text of kind {', '.join(empty)}: give more, or leave it out")
+        raise ValueError(f"under {SHORTEST_ROW} tokens of kind {', '.join(empty)}: give more, or leave it out")
     place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
     mine, its = (open_model(source, **place) for source in (model, against))
     instructions = None

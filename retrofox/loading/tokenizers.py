@@ -97,9 +97,38 @@ def require_same_tokenizer(tokenizer: Any, other: Any) -> None:
         return
     theirs = open_tokenizer(os.fspath(other))
     for text in PROBES:
-        mine_ids, their_ids = (t(text, add_special_tokens=False)["input_ids"] for t in (tokenizer, theirs))
-        if mine_ids != their_ids:
-            raise ValueError(
-                f"tokenizer mismatch: {other} splits {text!r} into {their_ids[:8]}..., the model's tokenizer into "
-                f"{mine_ids[:8]}...; two models can only be compared on the same tokens"
+        mine, its = (t(text, add_special_tokens=False)["input_ids"] for t in (tokenizer, theirs))
+        if mine != its:
+            same = next(
+                (n for n, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its))
             )
+            raise ValueError(
+                f"tokenizer mismatch: {other} reads {text!r} from token {same} on as "
+                f"{theirs.convert_ids_to_tokens(its[same : same + 4])}, the model's tokenizer as "
+                f"{tokenizer.convert_ids_to_tokens(mine[same : same + 4])}; compare models of the same tokens"
+            )
+
+
+def keep_tokenizer(source: Path, out: Path) -> None:
+    """Saves the tokenizer of a base as it opens, where its files, copied into `out`, open as one that reads otherwise.
+
+    transformers 5 chooses a tokenizer's class by the type of its model, too, and a converted model is of another type.
+
+    Raises:
+        ValueError: it reads otherwise when saved, too.
+    """
+    try:
+        tokenizer = read_tokenizer(source)
+    except Unreadable:  # as said when texts are read with it
+        return
+    if tokenizer is not None and _read_otherwise(tokenizer, out):
+        tokenizer.save_pretrained(out)
+        if _read_otherwise(tokenizer, out):
+            raise ValueError(
+                f"the tokenizer of {source} opens as another one beside a converted model: report the model"
+            )
+
+
+def _read_otherwise(tokenizer: Any, directory: Path) -> bool:
+    other = load_tokenizer(directory)
+    return other is None or any(tokenizer(text)["input_ids"] != other(text)["input_ids"] for text in PROBES)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers, trainers
 from tokenizers.models import BPE, WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import FoxSpec
@@ -153,6 +153,22 @@ def refused(match: str, source, out: Path, error: type[Exception] = ValueError, 
         retrofox.convert(source, out, **options)
     assert not out.exists()
     assert not list(out.parent.glob(".*partial"))
+
+
+def test_a_tokenizer_whose_class_comes_from_the_model_type_reads_as_before(pico_base, tmp_path):
+    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=["<unk>", "<s>", "</s>"])
+    tokenizer.train_from_iterator(["the old house stood"], trainer)
+    base = tmp_path / "base"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>").save_pretrained(base)
+    pico_base("phi3", pad_token_id=1).save_pretrained(base)
+    file = base / "tokenizer_config.json"
+    declared = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}  # transformers knows better
+    file.write_text(json.dumps(declared))
+    retrofox.convert(base, tmp_path / "out", fox={"rope": "keep"}, verify=False)
+    ours, theirs = (AutoTokenizer.from_pretrained(place)("the old house") for place in (tmp_path / "out", base))
+    assert ours["input_ids"] == theirs["input_ids"]
 
 
 def test_refusals_leave_nothing_behind(source, tmp_path):
