@@ -171,6 +171,12 @@ def test_a_tokenizer_whose_class_comes_from_the_model_type_reads_as_before(pico_
     assert ours["input_ids"] == theirs["input_ids"]
 
 
+def test_a_tokenizer_that_can_not_be_kept_is_named(saved, base, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("retrofox.loading.tokenizers._read_otherwise", lambda *_: True)
+    retrofox.convert(saved(base, tmp_path / "base"), tmp_path / "out", fox={"rope": "keep"}, verify=False)
+    assert f"this tokenizer reads text otherwise: take that of {tmp_path / 'base'}" in caplog.text
+
+
 def test_refusals_leave_nothing_behind(source, tmp_path):
     out = tmp_path / "out"
     refused("no such directory", tmp_path / "missing", out, FileNotFoundError)

@@ -184,9 +184,7 @@ def test_a_base_with_another_tokenizer_is_refused(pico_llama, pico_tokenizer, me
     other = Tokenizer.from_str(pico_tokenizer.backend_tokenizer.to_str())
     other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"tokenizer mismatch: .* from token \d+ on as \['.*; compare models of the same tokens"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer mismatch: .* as \['.*'\], the model's tokenizer as \['"):
         measure(pico_llama(), str(tmp_path))
 
 
