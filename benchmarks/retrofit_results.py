@@ -50,7 +50,7 @@ def needles(folder: Path, model: str | None = None) -> dict[str, Any]:
             models = read(path)["models"]
             (label,) = models if model is None else [model]
             found.setdefault(mode, []).extend(models[label]["modes"][mode]["by_length"])
-    return found
+    return {mode: sorted(rows, key=lambda row: row["length"]) for mode, rows in found.items()}
 
 
 def losses(path: Path, model: str = "model") -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
-    "theta5M": ("theta 5e6, 5M", COLOURS[4], "--"),
+    "theta5M-12M-seed1": ("theta 5e6, 12M", COLOURS[4], "--"),
     "no-gates-12M": ("stretched, no gates, 12M", COLOURS[3], "--"),
     "yarn8-12M": ("YaRN x 8, 12M", COLOURS[1], "--"),
     "default": ("default, 12M", COLOURS[0], "-"),

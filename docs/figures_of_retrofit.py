@@ -26,11 +26,12 @@ from measured_arms import (
     worst_row,
 )
 
-DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "default-24M")
+DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "unbounded-24M")
 STEPS = (
-    *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "default-log8k", "ramp"),
+    *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
     *("ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "skips-64k", "skips-log"),
-    *("broad-12M", "bounded", "default-budget", "default-share15", "frozen-24M", "default-again", "default"),
+    *("broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M", "unbounded-again", "unbounded"),
+    "default",
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])
@@ -42,7 +43,7 @@ NO_ROPE = (
     *("no-rope-40M", "yarn8-40M", "no-rope-1024", "no-rope-38M", "no-rope-mixed", "no-rope", "yarn8-taught"),
     "drope-taught",
 )
-PANELS = ("yarn8-12M", "no-gates-12M", "taught", "default", *LORA[:2], "no-rope", "no-rope-mixed", "no-rope-40M")
+PANELS = ("yarn8-12M", "no-gates-12M", "taught", "unbounded", *LORA[:2], "no-rope", "no-rope-mixed", "no-rope-40M")
 """The arms of each table, where they are on file; a second seed follows its first."""
 OF_THE_README = (
     ("original", "base"),
@@ -137,7 +138,7 @@ ARM_TABLES = {
 }
 """Generated part -> its arms."""
 AGAIN = (
-    *("yarn16-12M", "theta5M-12M", "default-again", "bounded", "broad-12M", "yarn8-24M", "default-24M"),
+    *("yarn16-12M", "theta5M-12M", "unbounded-again", "default", "no-sink", "broad-12M", "yarn8-24M", "unbounded-24M"),
     "no-rope-1024",
 )
 PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": AGAIN}
@@ -181,7 +182,7 @@ def retrofit_instructions() -> str:
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
     rows = []
-    pressed = ("default", "bounded", "default-share15", "default-24M")
+    pressed = ("unbounded", "default", "unbounded-share15", "unbounded-24M")
     for label, arm in on_file([*GATES, "stretch-bound", *pressed, *LORA, *NO_ROPE]).items():
         lengths = (arm.get("live") or {}).get("lengths", ())
         if lengths:

@@ -42,8 +42,9 @@ def vllm_throughput() -> str:
     for row in read("vllm-throughput.json")["rows"]:
         rounds = [[round_["tokens_per_second"] for round_ in row["rounds"][name]] for name in ("base", "retrofit")]
         ranges = [f"{min(speeds):,.0f} to {max(speeds):,.0f}" for speeds in rounds]
-        rows.append([f"{row['length']:,}", row["vllm"], *ranges, f"{row['ratio']:.2f}"])
-    return table(["prompt", "vLLM", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
+        rows.append([row["model"], f"{row['length']:,}", row["vllm"], *ranges, f"{row['ratio']:.2f}"])
+    header = ["model", "prompt", "vLLM", "base, slowest to fastest round", "model's", "ratio of the medians"]
+    return table(header, rows)
 
 
 def shown(value: float | None, as_format: str = ".2f") -> str:
@@ -66,7 +67,7 @@ def of_base(cell: dict) -> list[float]:
 
 
 def decoding_with_a_horizon() -> str:
-    """Milliseconds for a token, of kernels and from token to token: the base and a trained default."""
+    """Milliseconds for a token, of kernels and from token to token: the base and a trained model with gates."""
     rows = []
     for cell, found in read("generate-horizon.json")["cells"].items():
         best, dense, fox = (found.get(name, {}) for name in ("base-flash", "fox-dense", "fox"))
@@ -79,10 +80,10 @@ def decoding_with_a_horizon() -> str:
         "base without copies",
         "base in place",
         "no horizon",
-        "default",
-        "default / faster base",
+        "gates",
+        "gates / faster base",
     ]
-    return table([*header, "token to token: base in place", "default", "ratio"], rows)
+    return table([*header, "token to token: base in place", "gates", "ratio"], rows)
 
 
 def cache_left() -> str:

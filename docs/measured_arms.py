@@ -44,17 +44,21 @@ LABELS = {
     "self-chat": "untaught, 10 % own chat",
     "taught": "taught, no own chat",
     "half-lives-512": "half-lives to 512",
-    "default-budget": "**default**, with its budget",
-    "default-share15": "`share: 0.15`",
-    "default-share15-seed1": "`share: 0.15`, seed 1",
-    "default-24M": "**default**, `share: 0.15`, 24M",
-    "default-24M-seed1": "**default**, `share: 0.15`, 24M, seed 1",
+    "unbounded-budget": "unbounded, with its budget",
+    "unbounded-share15": "unbounded, `share: 0.15`",
+    "unbounded-share15-seed1": "unbounded, `share: 0.15`, seed 1",
+    "unbounded-24M": "unbounded, `share: 0.15`, 24M",
+    "unbounded-24M-seed1": "unbounded, `share: 0.15`, 24M, seed 1",
     "half-lives-512-seed1": "half-lives to 512, seed 1",
-    "bounded": "`max_half_life` 512",
-    "bounded-seed1": "`max_half_life` 512, seed 1",
     "default": "**default**",
     "default-seed1": "**default**, seed 1",
-    "default-again": "**default**, trained again",
+    "default-seed2": "**default**, seed 2",
+    "unbounded": "unbounded",
+    "unbounded-seed1": "unbounded, seed 1",
+    "unbounded-seed2": "unbounded, seed 2",
+    "unbounded-again": "unbounded, trained again",
+    "no-sink": "no sink",
+    "no-sink-seed1": "no sink, seed 1",
     "rope4": "RoPE x 4",
     "skips-64k": "skips to 64Ki",
     "skips-log": "log-uniform skips",
@@ -62,7 +66,7 @@ LABELS = {
     "frozen-24M": "`share: 0.15`, 24M, open heads fixed",
     "broad-12M": "a fifth broad text",
     "broad-12M-seed1": "a fifth broad text, seed 1",
-    "default-log8k": "`log_n` 8192",
+    "unbounded-log8k": "`log_n` 8192",
     "ramp": "YaRN's frequencies",
     "ramp-seed1": "YaRN's frequencies, seed 1",
     "ramp-log8k": "YaRN's frequencies, `log_n` 8192",
@@ -87,7 +91,7 @@ LABELS = {
     "retention": "a retention for each key, 8M at 3e-4",
     "horizon-lora": "gates, LoRA, 5M",
     "yarn8-lora": "YaRN x 8, LoRA, 5M",
-    "lora-12M": "default, LoRA",
+    "lora-12M": "unbounded, LoRA",
     "lora-12M-yarn8": "YaRN x 8, LoRA",
     "no-rope": "no RoPE, books and code alone",
     "no-rope-40M": "no RoPE",
@@ -108,9 +112,11 @@ def all_arms() -> dict[str, Arm]:
 
 
 def on_file(names: Sequence[str]) -> dict[str, Arm]:
-    """Label -> arm of those that are on file, each with its second seed."""
+    """Label -> arm of those that are on file, each with its further seeds."""
     arms = all_arms()
-    return {LABELS[key]: arms[key] for name in names for key in (name, f"{name}-seed1") if key in arms}
+    return {
+        LABELS[key]: arms[key] for name in names for key in (name, *(f"{name}-seed{n}" for n in (1, 2))) if key in arms
+    }
 
 
 def seeds_of(name: str) -> list[Arm]:

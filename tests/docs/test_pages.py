@@ -140,7 +140,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     two, cudnn = (f"{wide['ours'] / wide[name]:.2f}" for name in ("FlashAttention-2, no gate", figures.CUDNN))
     short, opened = between("ours", figures.CUDNN), between("ours", figures.CUDNN, "open")
     throughput = figures.read("vllm-throughput.json")
-    served = {(row["vllm"], row["length"]): f"{row['ratio']:.2f}" for row in throughput["rows"]}
+    served = {(row["model"], row["length"]): f"{row['ratio']:.2f}" for row in throughput["rows"]}
     rows = figures.read("context_parallel.json")["rows"]
     shared = {row["case"]: f"{row['ratio']:.2f}" for row in rows if row["kind"] == "step"}
 
@@ -185,7 +185,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"| the same, head dim 256 | {cudnn} of the time |",
             f"{len(SUPPORTED)} model types",
             f"{shared['dense']} of twice one GPU's speed; packed documents {shared['packed']}",
-            f"| {served['0.32', 32768]} / {served['0.32', 2048]} of the tokens/s |",
+            f"| {served['default, seed 2, H200', 32768]} / {served['default, seed 2, H200', 2048]} of the tokens/s |",
             f"16 sequences after 32k / 128k, H200 | "
             f"{horizon['16 x 32768']} / {horizon['16 x 131072']} of the GPU's time",
             f"one sequence after 32k / 128k, H200 | {horizon['1 x 32768']} / {horizon['1 x 131072']} of the GPU's time",
