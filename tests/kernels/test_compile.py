@@ -99,6 +99,11 @@ def test_what_users_train_spills_nothing_but_for_what_is_recorded(problem, kerne
     check(compiled_tile(kernel, D, arch, **TRAINED[problem]), arch, SPILLS_OF_TRAINED.get((arch, kernel, D), 0))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_two_programs_fit_a_hopper_processor_at_head_dim_128(kernel):
+    assert compiled_tile(kernel, 128, 90).metadata.shared <= SHARED_MEMORY[90] // 2, triton.__version__
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "arch"), [(64, 90), (96, 80), (256, 90), (64, 120), (128, 100)])
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..host.device import capability
+from ..host.device import capability, triton_version
 
 
 class Copies(IntEnum):
@@ -46,6 +46,9 @@ HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 
     ("dkdv", 128): Tile(32, 64, 4, 3, Copies.OWN),
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
+if triton_version() == (3, 8):  # it keeps more in shared memory: with three stages one program fits a multiprocessor
+    HOPPER[("forward", 96)] = HOPPER["forward", 128]
+    HOPPER |= dict.fromkeys([("forward", 128), ("dq", 128)], Tile(64, 64, 4, 2, Copies.WALKED))
 # Never run: chosen for what they spill, compiled, at head dims 64 and 128, and for their loops' instructions and bytes
 # of shared memory (tests/kernels/test_compile.py, kernels/LOG.md).
 AMPERE = {  # A100
