@@ -43,13 +43,13 @@ LABELS = {
     "windows-32k": "untaught, windows of 32768",
     "self-chat": "untaught, 10 % own chat",
     "taught": "taught, no own chat",
-    "half-lives-512": "half-lives to 512",
+    "half-lives-512": "starts to 512",
     "unbounded-budget": "unbounded, with its budget",
     "unbounded-share15": "unbounded, `share: 0.15`",
     "unbounded-share15-seed1": "unbounded, `share: 0.15`, seed 1",
     "unbounded-24M": "unbounded, `share: 0.15`, 24M",
     "unbounded-24M-seed1": "unbounded, `share: 0.15`, 24M, seed 1",
-    "half-lives-512-seed1": "half-lives to 512, seed 1",
+    "half-lives-512-seed1": "starts to 512, seed 1",
     "default": "**default**",
     "default-seed1": "**default**, seed 1",
     "default-seed2": "**default**, seed 2",
@@ -84,7 +84,7 @@ LABELS = {
     "yarn8-codes": "YaRN x 8, untaught, codes",
     "stretch-codes": "untaught, codes",
     "stretch-bound": "untaught, codes, `max_half_life` 512",
-    "stretch-2048": "untaught, codes, half-lives to 2048",
+    "stretch-2048": "untaught, codes, starts to 2048",
     "stretch-logn": "untaught, codes, `log_n` 2048",
     "gates-yarn8": "gates on YaRN x 8, codes",
     "no-gates-codes": "stretch without gates, codes",
@@ -96,7 +96,7 @@ LABELS = {
     "no-rope": "no RoPE, books and code alone",
     "no-rope-40M": "no RoPE",
     "no-rope-40M-seed1": "no RoPE, seed 1",
-    "no-rope-1024": "no RoPE, half-lives to 1024",
+    "no-rope-1024": "no RoPE, starts to 1024",
     "no-rope-38M": "no RoPE, 38M",
     "no-rope-mixed": "no RoPE, 30M, less chat",
     "yarn8-40M": "YaRN x 8, data of *no RoPE*",
@@ -151,7 +151,9 @@ def found(arm: Arm, length: int, mode: str = "easy") -> str:
 
 
 def prompts(arm: Arm) -> str:
-    return next((str(row["prompts"]) for row in arm["needles"].get("easy", ())), "-")
+    """Prompts a length up to 32k; two numbers where single lengths have more."""
+    counts = {row["prompts"] for row in arm["needles"].get("easy", ()) if row["length"] <= 32768}
+    return ", ".join(map(str, sorted(counts))) or "-"
 
 
 def loss(arm: Arm, start: int, digits: int = 3) -> str:
