@@ -29,13 +29,7 @@ LORA_RATES = ((0.3e9, 1e-3), (float("inf"), 2e-4))
 """(parameters up to which, learning rate): those of the shipped recipes; beyond SmolLM2-135M not tried."""
 MARGIN = 0.92
 """Share of a device's memory that a new recipe may take: plans differ from measured peaks by a few percent."""
-GATES: dict[str, Any] = {
-    "init": "measured",
-    "half_life": [16, 384],
-    "max_half_life": 512,
-    "gate_heads": "kv",
-    "horizon": 8,
-}
+GATES = {"init": "measured", "half_life": [16, 384], "max_half_life": 512, "gate_heads": "kv", "horizon": 8}
 OPEN_SHARE = 0.1
 """Share of the kv heads that start open. Both as in smollm2-stretch."""
 BOOKS, HELD_OUT = "hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]"
