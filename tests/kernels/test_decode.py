@@ -225,13 +225,14 @@ def check_shared_rooms(device: str) -> None:
             length = torch.tensor([n], dtype=torch.int32, device=device)
             *new, gate = (x[:, n].view(2, 2, 1, -1) for x in (k, v, log_f))  # two rows of two kv heads
             append.append(rooms, length, *new, gate.transpose(1, 2).flatten(2), offset=offset)
+            if n > S + 1 and n % 23:
+                continue
             at = {"length": length, "seq_start": start, "first": first, "offset": offset}
             with torch.no_grad():
                 o = fixed.decode_at(q[:, n : n + 1], k_all, v_all, c_hi, c_lo, **at, **options)
-            if n % 23 == 0 or n == S:
-                shown = (x[:, : n + 1] for x in (k, v, log_f))
-                exact = reference.forgetting_attention(q[:, n : n + 1], *shown, seq_start=start, **options)
-                assert (o - exact).abs().max() < 1e-5
+            shown = (x[:, : n + 1] for x in (k, v, log_f))
+            exact = reference.forgetting_attention(q[:, n : n + 1], *shown, seq_start=start, **options)
+            assert (o - exact).abs().max() < 1e-5
         with pytest.raises(ValueError, match="need first"), torch.no_grad():
             fixed.decode_at(q[:, :1], k_all, v_all, c_hi, c_lo, length, offset=offset)
 
