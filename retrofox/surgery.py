@@ -6,6 +6,7 @@ copied, new tensors go into one new shard, index and config are rewritten.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +128,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         kept_pairs=[sum(f == 1.0 for f in layer) for layer in fade],
         slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
-        half_lives=half_life_tokens(F.logsigmoid(biases)).tolist(),
+        half_lives=half_life_tokens(F.logsigmoid(biases) - math.log(2.0) / (spec.max_half_life or math.inf)).tolist(),
         exempt_tokens=[exempt_tokens(m) for m in found if m.forget_gate is not None],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),

@@ -57,7 +57,7 @@ def plan(
 
         result["refusals"] += [text for text in check_here(loaded) if text not in result["refusals"]]
         if measure and not result["refusals"]:
-            measure_here(loaded, result)
+            measure_here(loaded, result, price)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, indent=2)) if as_json else print_plan(result)
     if result["refusals"]:

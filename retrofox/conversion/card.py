@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,19 @@ def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any
 def history(directory: Path) -> str:
     """A section of the card about a model's training, from the recipe.yaml and result.json that a run keeps beside it.
 
-    Empty for a model of no run.
+    Empty for a model of no run, and for the conversion that a run began with.
     """
-    run = directory.absolute().parent
-    if not (run / "recipe.yaml").is_file() or not (run / "result.json").is_file():
+    directory = directory.absolute()
+    run = directory.parent
+    files = (run / "recipe.yaml", run / "result.json")
+    if directory.name == "converted" or not all(file.is_file() for file in files):
         return ""
     stages = json.loads((run / "result.json").read_text(encoding="utf-8"))["stages"]
     recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
     tokens = sum(stage["tokens"] for stage in stages) / 1e6
     text = yaml.safe_dump(recipe, sort_keys=False).rstrip()
     return (
-        f"## Training\n\n{tokens:.1f}M tokens, loss {stages[0]['loss_first']:.3f} at first and "
+        f"## Training\n\n{tokens:.1f}M tokens; in the last stage loss {stages[-1]['loss_first']:.3f} at first and "
         f"{stages[-1]['loss_last']:.3f} at last.\n\n"
         f"<details><summary>recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>\n"
     )
@@ -123,11 +126,12 @@ def _gates(spec: FoxSpec) -> str:
     elif spec.half_life is None:
         text += ", ALiBi's slopes" if spec.init == "alibi" else ", as they were trained"
     else:
-        text += f", half-lives of {spec.half_life[0]:.0f} to {spec.half_life[1]:.0f} tokens at first"
+        first, last = (1 / (1 / x + 1 / (spec.max_half_life or math.inf)) for x in spec.half_life)
+        text += f", half-lives of {first:.0f} to {last:.0f} tokens at first"
     if spec.init == "measured":
         text += ", by measured attention distance"
     if spec.max_half_life is not None:
-        text += f", never over {spec.max_half_life:g} tokens"
+        text += f", never over {spec.max_half_life:g} tokens but in open heads"
     opened = spec.open_heads if isinstance(spec.open_heads, int) else len(spec.open_heads)
     return text + (f"; {opened} kv heads start open" if opened else "")
 

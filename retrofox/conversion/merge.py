@@ -32,7 +32,7 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no adapter there.
-        ValueError: an unconverted base, `out` exists, or logits that differ (nothing is left in `out`).
+        ValueError: an unconverted or quantised base, `out` exists, or logits that differ (nothing is left in `out`).
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, nothing left in `out`.
     """
     with Interruptions("nothing was written"):
@@ -42,7 +42,13 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     refuse_existing(out)
     base = base_of(adapter)
-    stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
+    config = read_config(base)
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"{base} is quantised, and merging needs whole weights: name the model that it was made from as "
+            "base_model_name_or_path in adapter_config.json"
+        )
+    stored = getattr(torch, str(config.get("dtype") or "float32").removeprefix("torch."))
     model = with_adapter(load(base, dtype=torch.float32), adapter)
     unmerged = probe_logits(model)
     merged: Any = model.merge_and_unload(safe_merge=True)

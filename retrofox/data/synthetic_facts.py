@@ -12,7 +12,7 @@ import random
 import re
 import uuid
 
-VERSION = 2
+VERSION = 3
 """Part of a shard's identity: change it when the facts change."""
 CHARACTERS_PER_FACT = 4000
 CHARACTERS_PER_COPY = 16000
@@ -137,7 +137,7 @@ def _distance(draw: random.Random, length: int) -> int:
 def _inserted(text: str, pieces: list[tuple[int, str]]) -> str:
     parts, done = [], 0
     for at, piece in sorted(pieces, key=lambda item: item[0]):
-        space = re.compile(r"\s|$").search(text, max(at, done))
+        space = re.compile(r"\s|(?<=[\u3001\u3002\uff01\uff0c\uff1b\uff1f])|$").search(text, max(at, done))
         stop = space.start() if space else len(text)
         parts += [text[done:stop], piece]
         done = stop

@@ -62,9 +62,9 @@ def load(
 
 
 def require_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError, by name, for a tensor that holds NaN or infinity."""
+    """Raises ValueError, by name, for a tensor that holds NaN or infinity; quantised ones are taken as they are."""
     for name, tensor in tensors.items():
-        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        if type(tensor) is torch.Tensor and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{source} has NaN or infinity in {name}: take a checkpoint from before, or train again with a lower "
                 "learning rate"

@@ -73,16 +73,6 @@ def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
     return degrees(parallel.context, kv_heads_of(config))
 
 
-def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
-    """Raises ValueError where the processes don't make whole context groups."""
-    context = parallel.context
-    if processes % context:
-        raise ValueError(
-            f"parallel.context: {context} processes share a row, and there are {processes}: launch a multiple of "
-            f"{context} (accelerate launch --num_processes {context} -m retrofox train; WORLD_SIZE={context} for plan)"
-        )
-
-
 def refuse_sharing(model: Any, split: Degrees) -> None:
     """Raises ValueError for a model, on any device, whose rows a context group can't share."""
     if split.context == 1:

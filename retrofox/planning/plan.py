@@ -19,7 +19,7 @@ from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of
 from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
-from retrofox.planning.refusals import refuse_budget, refused
+from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes, refused
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.spec_values import require_heads
@@ -69,8 +69,14 @@ def plan(
         require_heads(spec.open_heads, shape.layers, shape.kv_heads)
         live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
     setting = _setting(shape, recipe, on, gpus, sharding)
-    stages = []
-    readers = max(1, gpus // recipe.parallel.context)
+    stages, context = [], recipe.parallel.context
+    readers = max(1, gpus // context)
+    try:
+        refuse_processes(recipe.parallel, gpus)
+    except ValueError as error:
+        refusals.append(str(error))
+    if sharding == "zero3" and (context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
+        refusals.append(NOT_WITH_DEEPSPEED)
     for number, stage in enumerate(recipe.stages):
         try:
             accumulation(stage, tokens_per_step(stage, readers), readers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from retrofox.config import BudgetedStage, Recipe, Stage
+from retrofox.config import BudgetedStage, ParallelConfig, Recipe, Stage
 from retrofox.config_values import kv_heads_of, rope_sets, rope_type, value_of
 from retrofox.loading.source import check_source
 from retrofox.model.configuration_fox import FoxFields
+
+NOT_WITH_DEEPSPEED = "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
 
 
 def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
@@ -17,6 +19,8 @@ def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
         for key in ("fox", "rope_scaling", "rope_theta", "attention"):
             if getattr(recipe, key) is not None:
                 yield f"{key} is for unconverted models, and {recipe.model} is converted: remove it"
+        if config.get("quantization_config") and recipe.lora is None:
+            yield f"{recipe.model} is quantised, so its weights can't be trained: add `lora:`, or take it unquantised"
     elif recipe.fox is not None:
         try:
             check_source(recipe.model, config)
@@ -48,4 +52,14 @@ def refuse_budget(stage: Stage, config: Any) -> None:
         raise ValueError(
             f"fox.open_heads leaves {share:.0%} of the heads open, and budget.share is {stage.budget.share:.0%} of "
             "the keys of all: open fewer heads, or raise share"
+        )
+
+
+def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
+    """Raises ValueError where the processes don't make whole context groups."""
+    context = parallel.context
+    if processes % context:
+        raise ValueError(
+            f"parallel.context: {context} processes share a row, and there are {processes}: launch a multiple of "
+            f"{context} (accelerate launch --num_processes {context} -m retrofox train; WORLD_SIZE={context} for plan)"
         )

@@ -35,22 +35,29 @@ def check_here(recipe: Recipe) -> list[str]:
     return [str(error) for error in preflight(recipe, processes(), resolve_device(None))]
 
 
-def measure_here(recipe: Recipe, report: dict[str, Any]) -> None:
-    """Adds the speed, peak memory and hours of two real steps of every stage here to a plan's report.
+def measure_here(recipe: Recipe, report: dict[str, Any], price: float | None = None) -> None:
+    """Adds the speed, peak memory, hours and price of two real steps of every stage here to a plan's report.
 
     Raises:
-        ValueError: several devices, and not one process for each.
+        ValueError: several devices, and not one process for each; shared rows.
     """
     if processes() > 1 and "RANK" not in os.environ:
         raise ValueError(
             f"WORLD_SIZE={processes()} in one process: measuring takes as many processes, accelerate launch -m "
             "retrofox plan RECIPE --measure; or plan without --measure"
         )
+    if recipe.parallel.context > 1 or report["devices"] != processes():
+        raise ValueError(
+            f"--measure runs whole rows, on as many devices as processes, here {processes()}: leave out --gpus, set "
+            "parallel.context=1, or plan without --measure"
+        )
     device, config = resolve_device(None), trained_config(recipe)
     for stage, entry in zip(recipe.stages, report["stages"], strict=True):
         entry["measured"] = _measured(recipe, stage, config, device)
         hours = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
         entry["hours"], entry["hours_from"] = [hours, hours], "two steps measured here"
+    report["hours"] = [sum(entry["hours"][end] for entry in report["stages"]) for end in (0, 1)]
+    report["dollars"] = None if price is None else [hours * processes() * price for hours in report["hours"]]
 
 
 def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float | None]:

@@ -227,8 +227,8 @@ def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) ->
     changed = [] if kept["tokenizer"] == now["tokenizer"] else ["the tokenizer"]
     if kept.get("windows", [2, 2]) != now["windows"]:  # earlier runs have the second versions, and don't say so
         changed.append("how this version of retrofox packs and orders them")
-    before = [fingerprint for _, fingerprint in kept["sources"]]  # of tokens: the cache may lie elsewhere now
-    changed += [path for path, fingerprint in sources if fingerprint not in before]
+    # Of tokens, source by source: files and cache may lie elsewhere now.
+    changed += [path for (path, found), (_, before) in zip(sources, kept["sources"], strict=False) if found != before]
     if changed or len(kept["sources"]) != len(sources):
         raise ValueError(
             f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "

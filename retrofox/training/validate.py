@@ -29,9 +29,9 @@ from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.layout import readers_of, refuse_processes, refuse_sharing, split_of
+from retrofox.parallel.layout import readers_of, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
-from retrofox.planning.refusals import refuse_budget
+from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import shards_weights
 from retrofox.support.report import check_folder
@@ -113,7 +113,7 @@ def _launch(parallel: ParallelConfig, stages: Sequence[Stage]) -> Iterator[str]:
             "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
         )
     if deepspeed and (parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in stages)):
-        yield "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
+        yield NOT_WITH_DEEPSPEED
 
 
 def _packages(report_to: Sequence[str], lora: LoraConfig | None, data: DataConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_weights_keep_the_bases_dtype_and_gates_float32(dtype, limit, adapter, t
     assert {value.dtype for name, value in tensors.items() if is_new_tensor(name)} == {torch.float32}
     assert {value.dtype for name, value in tensors.items() if not is_new_tensor(name)} == {dtype}
     assert (report["dtype"], report["limit"]) == (str(dtype).removeprefix("torch."), limit)
+
+
+def test_a_quantised_base_is_refused(adapter, tmp_path):
+    place, config = adapter(torch.float32), tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torchao"}}))
+    with pytest.raises(ValueError, match="base is quantised, and merging needs whole weights"):
+        merge(place, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])

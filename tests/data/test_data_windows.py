@@ -64,8 +64,8 @@ def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer
 
 
 def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared, monkeypatch):
-    def claimed(*, again=tokenizer, held_out=True):
-        train = prepared([texts[0].parent], again, tmp_path / "out")
+    def claimed(*, again=tokenizer, held_out=True, of=texts[0].parent):
+        train = prepared([of], again, tmp_path / "out")
         claim_data(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
 
     claimed()
@@ -76,6 +76,8 @@ def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_
         claimed()
     texts[1].write_text(before)
     claimed()
+    with pytest.raises(ValueError, match=rf"changed: {texts[1]}\. Restore it"):  # what it is judged by
+        claimed(of=texts[1])
     with pytest.raises(ValueError, match="changed: the tokenizer"):
         claimed(again=make_tokenizer(bos=True))
     with pytest.raises(ValueError, match="changed: the list of sources"):

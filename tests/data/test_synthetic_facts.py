@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_short_and_wordless_texts_stay_as_they_are():
     assert with_facts("1 2 3 4 5") == "1 2 3 4 5"
 
 
+def test_facts_stand_apart_in_a_text_without_spaces():
+    draw = random.Random(0)
+    text = "".join(chr(draw.randint(0x4E00, 0x9FFF)) + "\uff0c" * (n % 6 == 5) for n in range(40_000))
+    lines = with_facts(text).split("\n")
+    assert "".join(lines[::2]) == text
+    assert len(lines[0]) < len(text) / 2
+
+
 def test_a_source_with_facts_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
     (tmp_path / "a.txt").write_text(TEXT)
     shares = ((0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0))
@@ -95,7 +104,7 @@ def _told(before: str, fact: str, said: dict[str, str], value: str) -> bool:
 def test_facts_change_only_with_their_version():
     """Shards are kept by it: other facts under the same number would never be made."""
     digest = hashlib.sha256(with_facts(TEXT, questions=0.5).encode()).hexdigest()
-    assert (VERSION, digest[:16]) == (2, "acd805993ff3218c")
+    assert (VERSION, digest[:16]) == (3, "acd805993ff3218c")
 
 
 def test_a_share_of_the_facts_is_asked_for():

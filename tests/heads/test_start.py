@@ -108,7 +108,7 @@ def test_open_heads_are_those_that_attend_most_to_planted_facts(base, text, pico
 
 
 def test_a_measured_start_lands_in_the_checkpoint(base, text, tmp_path, capsys):
-    spec = FoxSpec(init="measured", half_life=(4, 64), open_heads=1)
+    spec = FoxSpec(init="measured", half_life=(4, 64), max_half_life=64, open_heads=1)
     report = retrofox.convert(base, tmp_path / "out", fox=spec, texts=[text])
     assert report["parity"]["equal"]
     ((layer, kv_head),) = report["start"]["open_heads"]
@@ -125,7 +125,10 @@ def test_a_measured_start_lands_in_the_checkpoint(base, text, tmp_path, capsys):
     assert FoxSpec.from_dict(retrofox.load(tmp_path / "out").config.fox).open_heads == ((layer, kv_head),)
     print_conversion(report, tmp_path / "out")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "half-lives of 4 to 64 tokens at first, by measured attention distance; 1 kv heads start open" in shown
+    assert "half-lives of 4 to 32 tokens at first, by measured attention distance, never over 64 tokens but in" in shown
+    assert report["plan"]["half_lives_tokens"] == pytest.approx(
+        [1 / (1 / 4 / n + 1 / 64) for n in (1, 16 ** (1 / 3), 16 ** (2 / 3), 16)]
+    )
 
 
 def test_a_live_model_is_measured_as_its_checkpoint(base, text, tmp_path):

@@ -201,7 +201,10 @@ def test_recipe_and_loss_go_with_a_trained_model(pico_fox_checkpoint, online, tm
     push(run / "model", "me/fox")
     card = online.at("me/fox", "main")[1]["README.md"].decode()
     assert "seed: 7" in card
-    assert "3.0M tokens, loss 3.500 at first and 2.500 at last." in card
+    assert "3.0M tokens; in the last stage loss 2.900 at first and 2.500 at last." in card
+    (run / "model").rename(run / "converted")  # what the run began with
+    push(run / "converted", "me/before")
+    assert b"## Training" not in online.at("me/before", "main")[1]["README.md"]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import retrofox
 from retrofox.hub import check_complete
+from retrofox.loading.converted import require_finite
 from retrofox.loading.shards import find
 
 GATES = "model-retrofox.safetensors"
@@ -185,3 +186,12 @@ def test_a_run_given_in_place_of_its_model_is_told_where_the_model_is(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=f"give {re.escape(str(tmp_path / 'model'))}"):
         retrofox.load(tmp_path)
+
+
+def test_quantised_tensors_are_taken_as_they_are():
+    class Quantised(torch.Tensor):
+        pass
+
+    broken = torch.full((2,), float("nan"))
+    with pytest.raises(ValueError, match="model has NaN or infinity in w:"):
+        require_finite("model", {"q": broken.as_subclass(Quantised), "w": broken})

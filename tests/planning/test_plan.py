@@ -126,13 +126,16 @@ def test_a_disk_that_is_too_small_for_the_whole_run_is_said(recipe_of, monkeypat
 
 BUDGET = {"budget": {"share": 0.1}}
 YARN = {"rope_type": "yarn", "factor": 4}
+FOX_1B = {**LLAMA_1B, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}
 
 
 @pytest.mark.parametrize(
     ("config", "values", "said"),
     [
-        ({**LLAMA_1B, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}, {}, "fox is for unconverted models"),
+        (FOX_1B, {}, "fox is for unconverted models"),
         ({**LLAMA_1B, "quantization_config": {"quant_method": "gptq"}}, {}, "is quantised (gptq)"),
+        ({**FOX_1B, "quantization_config": {}}, {"fox": None, "lora": {"rank": 16}}, None),
+        ({**FOX_1B, "quantization_config": {"bits": 8}}, {"fox": None}, "its weights can't be trained: add `lora:`"),
         (LLAMA_1B, {"fox": None, "lora": {"rank": 16}}, "give the recipe a `fox:` section"),
         (LLAMA_1B, {"fox": None, "rope_scaling": YARN}, "RoPE is scaled already (rope_type llama3)"),
         (SMOLLM2_135M, {"fox": None, "rope_scaling": YARN}, None),
@@ -146,6 +149,20 @@ YARN = {"rope_type": "yarn", "factor": 4}
 def test_what_train_refuses_of_the_config_is_refused(recipe_of, config, values, said):
     refusals = plan(recipe_of(config, **values), H100)["refusals"]
     assert refusals == [] if said is None else said in refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sharding", "said"),
+    [
+        (2, "fsdp2", []),
+        (3, "fsdp2", ["parallel.context: 2 processes share a row, and there are 3"]),
+        (2, "zero3", ["parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed"]),
+    ],
+)
+def test_processes_that_train_would_refuse_are_refused(recipe_of, gpus, sharding, said):
+    refusals = plan(recipe_of(LLAMA_1B, parallel={"context": 2}), H100, gpus, sharding)["refusals"]
+    assert len(refusals) == len(said)
+    assert all(text.startswith(start) for text, start in zip(refusals, said, strict=True))
 
 
 def test_open_heads_that_the_model_lacks_are_refused(recipe_of):

@@ -198,11 +198,24 @@ def test_shipped_recipes_are_not_refused(pico_checkpoint, tmp_path, monkeypatch,
 
 
 def test_measured_steps_are_real(write_recipe, run):
-    code, shown, _ = run("plan", write_recipe(), "--measure", "--json")
+    code, shown, _ = run("plan", write_recipe(), "--measure", "--json", "--price", 2)
     assert code == 0
-    stage = json.loads(shown)["stages"][0]
+    report = json.loads(shown)
+    stage = report["stages"][0]
     assert stage["measured"]["tokens_per_second"] > 0
     assert stage["hours"][0] == pytest.approx(512 / stage["measured"]["tokens_per_second"] / 3600)
+    assert report["hours"] == stage["hours"]
+    assert report["dollars"] == [2 * hours for hours in stage["hours"]]
+
+
+@pytest.mark.parametrize("change", [["--gpus", "2"], ["parallel.context=2", "--gpus", "2"]])
+def test_what_would_not_run_here_as_planned_is_not_measured(write_recipe, run, change, monkeypatch):
+    monkeypatch.setattr("retrofox.training.measure.check_here", lambda recipe: [])
+    code, _, error = run("plan", write_recipe(), "--measure", *change)
+    assert code == 2
+    assert "on as many devices as processes, here 1: leave out --gpus, set parallel.context=1" in " ".join(
+        error.split()
+    )
 
 
 def test_the_command_shows_what_is_checked_here(write_recipe, run):
