@@ -90,13 +90,14 @@ def _check_documents(documents: Documents, B: int, S: int, device: torch.device)
             raise ValueError(
                 f"cu_seqlens packs documents into one row, so the batch must be 1, got {B}: flatten it first"
             )
-        fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
+        fits = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
         readable = _check_positions("cu_seqlens", cu_seqlens, fits, "(N + 1,) int32 with N >= 1 documents", device)
         if readable and (cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
     if seq_start is not None:
         wanted = f"({B},) int32, the first visible position of each row"
-        readable = _check_positions("seq_start", seq_start, tuple(seq_start.shape) == (B,), wanted, device)
+        fits = isinstance(seq_start, Tensor) and tuple(seq_start.shape) == (B,)
+        readable = _check_positions("seq_start", seq_start, fits, wanted, device)
         if readable and bool(((seq_start < 0) | (seq_start > S)).any()):
             raise ValueError(f"seq_start must lie between 0 and S = {S}, got {seq_start.tolist()}")
 
@@ -104,7 +105,8 @@ def _check_documents(documents: Documents, B: int, S: int, device: torch.device)
 def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torch.device) -> bool:
     """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it."""
     if not fits or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}")
+        found = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{name} must be {wanted}, got {found}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
     return device.type == "cpu" and has_values(x)

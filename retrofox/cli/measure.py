@@ -77,7 +77,7 @@ def needle(
 
     One forward pass over prompt and answer tells what greedy decoding would emit. Prints the share found with its 95 %
     Wilson interval and the answers' mean log-probability; 100 prompts per length (`--trials 20` at 5 depths) tell
-    shares apart that differ by 20 points.
+    shares apart that differ by 15 points.
 
     **Modes.** *easy* asks in the needle's own words, which a base model can follow; *standard* in others. Harder tasks
     are RULER's (arXiv 2404.06654), through lm-eval: `retrofox eval MODEL --tasks ruler --length 32Ki`.

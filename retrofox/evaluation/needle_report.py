@@ -68,7 +68,7 @@ def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
     files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
         for mode in result["modes"]:
-            key = values["role"] if len(result["modes"]) == 1 else f"{values['role']}_{mode}"
+            key = f"{values['role']}_{mode}"
             figure = depth_figure(result, name, mode)
             files[f"{key}_png"], files[f"{key}_svg"] = save_figure(figure, folder / f"needle_{key}")
     return files

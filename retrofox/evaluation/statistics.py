@@ -15,8 +15,10 @@ Z_95 = 1.959963984540054
 def mean_over_documents(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     """The mean m = sum S_d / sum n_d over the tokens of D documents; documents, not tokens, are the sample.
 
-    Its standard error is the cluster-robust one, sqrt(D / (D - 1) * sum_d (S_d - m n_d)^2) / sum n_d, the interval
-    m -+ t error, t Student's quantile at D - 1 degrees of freedom.
+    Its standard error is the delete-one jackknife's, sqrt((D - 1) / D * sum_d ((S_d - m n_d) / (1 - n_d / N))^2) / N
+    with N = sum n_d: a document that is most of the tokens sets m, so its own residual says little. The interval is
+    m -+ t error, t Student's quantile at N^2 / sum n_d^2 - 1 degrees of freedom, 1 at least: documents of equal length
+    that would weigh as these do (Kish 1965), less one.
 
     Args:
         sums: (D,) float64, S_d; of paired differences, if it is they whose mean is sought.
@@ -33,9 +35,9 @@ def mean_over_documents(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     mean = float(np.sum(sums) / total)
     if documents < 2:
         return {"mean": mean, "standard_error": None, "interval": None}
-    spread = float(((sums - mean * counts)[there] ** 2).sum())
-    error = math.sqrt(documents / (documents - 1) * spread) / total
-    half = student_t(documents - 1) * error
+    spread = float((((sums - mean * counts)[there] / (1 - counts[there] / total)) ** 2).sum())
+    error = math.sqrt((documents - 1) / documents * spread) / total
+    half = student_t(max(1, int(total**2 / float((counts**2).sum()) + 1e-9) - 1)) * error
     return {"mean": mean, "standard_error": error, "interval": [mean - half, mean + half]}
 
 

@@ -195,7 +195,7 @@ class Kept:
         identity = {
             "part": part.name,
             "options": {name: value for name, value in part.options.items() if name not in paths},
-            "models": self.models,
+            "models": self.models[: {"panel": 2, "heads": 1}.get(part.name)],
             "device": resolve_device(self.given_device).type,
             "dtype": self.dtype,
             "texts": self.texts if "data" in part.options else None,

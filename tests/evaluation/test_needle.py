@@ -64,7 +64,7 @@ def test_the_grid_counts_exact_matches_and_the_files_hold_it(haystack, llama, op
         assert long["interval"] == pytest.approx(wilson_interval(0.5, 6))
     written = json.loads((tmp_path / "needle.json").read_text())
     assert written["models"] == result["models"]
-    stems = {"needle", "needle_model", "needle_base", "needle_base2"}
+    stems = {"needle", "needle_model_easy", "needle_base_easy", "needle_base2_easy"}
     pictures = {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == pictures | {"needle.json"}
     assert {Path(path).name for path in result["files"].values()} == {path.name for path in tmp_path.iterdir()}

@@ -18,10 +18,26 @@ def test_students_quantiles_are_the_published_ones(freedom, quantile):
 
 def test_a_mean_takes_documents_as_the_sample():
     found = mean_over_documents(np.array([11.0, 10.0, 0.0]), np.array([4.0, 2.0, 0.0]))
-    residual = [11 - 4 * 21 / 6, 10 - 2 * 21 / 6]
-    error = math.sqrt(2 / 1 * sum(r * r for r in residual)) / 6
+    without = [10 / 2, 11 / 4]  # the first, the second
+    error = math.sqrt(1 / 2 * sum((mean - 21 / 6) ** 2 for mean in without))
     assert (found["mean"], found["standard_error"]) == (pytest.approx(21 / 6), pytest.approx(error))
     assert found["interval"] == pytest.approx([21 / 6 - 12.7062 * error, 21 / 6 + 12.7062 * error], rel=1e-4)
+    alike = np.array([1.0, 4.0, 5.0, 2.0])
+    found = mean_over_documents(2 * alike, np.full(4, 2.0))
+    error = float(alike.std(ddof=1) / 2)
+    assert found["standard_error"] == pytest.approx(error)
+    assert found["interval"] == pytest.approx([3 - student_t(3) * error, 3 + student_t(3) * error])
+
+
+def test_a_note_beside_a_book_makes_no_clear_difference():
+    draw = np.random.default_rng(0)
+    missed = []
+    for _ in range(400):  # no difference but that of documents, and noise of tokens
+        counts = np.array([32768.0, *[500.0] * 20])
+        sums = counts * draw.normal(0, 0.02, 21) + np.sqrt(counts) * draw.normal(0, 0.5, 21)
+        low, high = mean_over_documents(sums, counts)["interval"]
+        missed.append(low > 0 or high < 0)
+    assert sum(missed) <= 0.05 * len(missed)
 
 
 def test_too_few_documents_give_no_interval():

@@ -28,6 +28,8 @@ BAD: dict[str, dict[str, Any]] = {
     "cu_seqlens must be on cpu": {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device="meta")},
     "seq_start must be \\(1,\\) int32": {"seq_start": torch.zeros(3, dtype=torch.int32)},
     "seq_start must lie between 0 and S = 4": {"seq_start": torch.tensor([-1], dtype=torch.int32)},
+    "cu_seqlens must be .*, got \\[0, 4\\]": {"cu_seqlens": [0, 4]},
+    "seq_start must be .*, got 0": {"seq_start": 0},
     "log_f must be <= 0": {"log_f": torch.full((1, 4, 4), 0.5)},
     "on one device": {"log_f": torch.zeros(1, 4, 4, device="meta")},
     "k must be \\(B, S, Hkv, D\\)": {name: torch.zeros(1, 4, 2, 16) for name in "kv"},

@@ -78,8 +78,8 @@ def test_what_has_changed_runs_again(copy, ran, tmp_path):
     (tmp_path / "texts" / "0.txt").write_text((Path(copy["data"][0]) / "0.txt").read_text() + "More.")
     parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
 
-    def identities(model=copy["model"], data=copy["data"], dtype=None) -> dict[str, Any]:
-        kept = Kept(tmp_path / "out", Asked(model, copy["against"], data), dtype, None)
+    def identities(model=copy["model"], data=copy["data"], dtype=None, further=()) -> dict[str, Any]:
+        kept = Kept(tmp_path / "out", Asked(model, [*copy["against"], *further], data), dtype, None)
         return {part.name: kept.identity(part) for part in parts}
 
     before, reads = identities(), {part.name for part in parts if "data" in part.options}
@@ -87,6 +87,7 @@ def test_what_has_changed_runs_again(copy, ran, tmp_path):
         (identities(model=str(tmp_path / "fox")), {part.name for part in parts}),
         (identities(data=[str(tmp_path / "texts")]), reads),
         (identities(dtype="bfloat16"), {part.name for part in parts}),
+        (identities(further=[copy["model"]]), {"needle-easy", "needle-standard", "loss"}),
     ):
         assert {name for name in before if changed[name] != before[name]} == names
 
