@@ -37,6 +37,8 @@ def load(
         FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
     """
     directory = Path(path)
+    if revision is not None and directory.exists():
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and {path} is a local path: drop it")
     place = None if device is None else resolve_device(device)
     if place is not None and options.get("device_map") is not None:
         raise ValueError(f"device={device!r} and device_map both place the model: give one of them")

@@ -195,3 +195,8 @@ def test_quantised_tensors_are_taken_as_they_are():
     broken = torch.full((2,), float("nan"))
     with pytest.raises(ValueError, match="model has NaN or infinity in w:"):
         require_finite("model", {"q": broken.as_subclass(Quantised), "w": broken})
+
+
+def test_a_revision_of_a_directory_is_refused(pico_fox_checkpoint):
+    with pytest.raises(ValueError, match="revision 'v2' belongs to a Hub id"):
+        retrofox.load(pico_fox_checkpoint, revision="v2")
