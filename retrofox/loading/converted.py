@@ -64,7 +64,7 @@ def load(
 
 
 def require_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError, by name, for a tensor that holds NaN or infinity; quantised ones are taken as they are."""
+    """Raises ValueError, by name, for a tensor that holds NaN or infinity; quantised ones are not read."""
     for name, tensor in tensors.items():
         if type(tensor) is torch.Tensor and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise ValueError(

@@ -76,7 +76,7 @@ def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_
         claimed()
     texts[1].write_text(before)
     claimed()
-    with pytest.raises(ValueError, match=rf"changed: {texts[1]}\. Restore it"):  # what it is judged by
+    with pytest.raises(ValueError, match=rf"changed: {texts[1]}\. Restore it"):  # the held-out text
         claimed(of=texts[1])
     with pytest.raises(ValueError, match="changed: the tokenizer"):
         claimed(again=make_tokenizer(bos=True))

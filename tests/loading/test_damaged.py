@@ -188,7 +188,7 @@ def test_a_run_given_in_place_of_its_model_is_told_where_the_model_is(tmp_path):
         retrofox.load(tmp_path)
 
 
-def test_quantised_tensors_are_taken_as_they_are():
+def test_quantised_tensors_are_not_searched_for_nan():
     class Quantised(torch.Tensor):
         pass
 

@@ -134,7 +134,7 @@ FOX_1B = {**LLAMA_1B, "model_type": "fox_llama", "fox": FoxSpec().to_dict()}
     [
         (FOX_1B, {}, "fox is for unconverted models"),
         ({**LLAMA_1B, "quantization_config": {"quant_method": "gptq"}}, {}, "is quantised (gptq)"),
-        ({**FOX_1B, "quantization_config": {}}, {"fox": None, "lora": {"rank": 16}}, None),
+        ({**FOX_1B, "quantization_config": {"bits": 8}}, {"fox": None, "lora": {"rank": 16}}, None),
         ({**FOX_1B, "quantization_config": {"bits": 8}}, {"fox": None}, "its weights can't be trained: add `lora:`"),
         (LLAMA_1B, {"fox": None, "lora": {"rank": 16}}, "give the recipe a `fox:` section"),
         (LLAMA_1B, {"fox": None, "rope_scaling": YARN}, "RoPE is scaled already (rope_type llama3)"),
