@@ -103,6 +103,11 @@ class ReachSpec(SlidingWindowSpec):
         """Blocks in which the sinks lie."""
         return cdiv(self.sinks, self.block_size)
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """0, or vLLM's worker, from 0.33 on, empties the block table before the window, the sinks' blocks with it."""
+        return 0
+
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most blocks that a request holds at a time."""
         most = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len) + self.sink_blocks

@@ -68,6 +68,11 @@ def test_blocks_between_those_of_sinks_and_those_within_reach_are_free(manager):
     assert manager.block_pool.get_num_free_blocks() == 39 - 5
 
 
+def test_the_worker_keeps_the_sinks_blocks_in_its_table(manager):
+    """Any other number is how many tokens back its table is kept: `worker/gpu/model_runner.py` of 0.33."""
+    assert manager.kv_cache_spec.num_retained_tokens == 0
+
+
 def test_a_prefix_is_found_with_its_sinks_and_without_them_not(manager):
     request = read(manager, "first", 60)
     manager.free("first")
