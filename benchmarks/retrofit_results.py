@@ -5,8 +5,8 @@
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. Panels are read from
-ARM/panel/panel.json, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out), RULER's
-scores from ARM/ruler.json (ruler.py), arms without training from ARM/untrained.json (self_extend.py).
+ARM/panel/panel.json and ARM/panel_again/, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out),
+RULER's scores from ARM/ruler.json (ruler.py), arms without training from ARM/untrained.json (self_extend.py).
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def evaluations(folder: Path) -> dict[str, Any]:
         "loss_128k": losses(folder / "eval-128k" / "eval.json"),
         "tasks": tasks(folder / "tasks" / "eval.json"),
     }
-    if (panel := folder / "panel" / "panel.json").exists():
-        found["panel"] = {key: read(panel)[key] for key in ("kinds", "worst", "instructions")}
+    for name in ("panel", "panel_again"):  # of other documents
+        if (panel := folder / name / "panel.json").exists():
+            found[name] = {key: read(panel)[key] for key in ("kinds", "worst", "instructions")}
     if (gates := folder / "gates" / "gates.json").exists():
         found["live"] = read(gates)["live_share"]
     if (ruler := folder / "ruler.json").exists():

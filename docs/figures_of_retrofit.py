@@ -19,6 +19,7 @@ from measured_arms import (
     loss,
     mean_of_tasks,
     on_file,
+    panel_of,
     panel_rows,
     prompts,
     seeds_of,
@@ -138,11 +139,22 @@ ARM_TABLES = {
 }
 """Generated part -> its arms."""
 AGAIN = (
-    *("yarn16-12M", "theta5M-12M", "unbounded-again", "default", "no-sink", "broad-12M", "yarn8-24M", "unbounded-24M"),
+    *(
+        "yarn8-12M",
+        "no-gates-12M",
+        "yarn16-12M",
+        "theta5M-12M",
+        "unbounded-again",
+        "default",
+        "no-sink",
+        "broad-12M",
+        "yarn8-24M",
+        "unbounded-24M",
+    ),
     "no-rope-1024",
 )
-PANEL_TABLES = {"retrofit_panel": PANELS, "retrofit_panel_again": AGAIN}
-"""The same; the second's arms read other documents."""
+PANEL_TABLES = {"retrofit_panel": (PANELS, "panel"), "retrofit_panel_again": (AGAIN, "panel_again")}
+"""The same, and which of an arm's panels; the second read other documents."""
 
 
 def retrofit_loss() -> str:
@@ -156,9 +168,9 @@ def retrofit_loss() -> str:
     return table(["arm", *starts.values()], rows)
 
 
-def panel_table(names: Sequence[str]) -> str:
+def panel_table(names: Sequence[str], panel: str) -> str:
     """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
-    arms = {label: panel_rows(arm) for label, arm in on_file(names).items()}
+    arms = {label: panel_rows(arm.get(panel) or {}) for label, arm in on_file(names).items()}
     arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
     kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
     rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]
@@ -169,7 +181,7 @@ def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
     rows = []
     for label, arm in on_file([*DEFAULT, *STEPS, *LORA, *CONTROLS, *NO_ROPE]).items():
-        if measured := (arm.get("panel") or {}).get("instructions"):
+        if measured := panel_of(arm).get("instructions"):
             followed = measured["followed"]
             base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
             if not rows:

@@ -97,12 +97,14 @@ def cache_left() -> str:
 
 
 def one_row() -> str:
-    """One row by today's code in one run, from generate-one-row.json: decoding, bytes and the first token.
+    """One row in one run, from generate-horizon.json: decoding, bytes and the first token.
 
     Bytes of the base's smaller caches are of generate-peers.json. Their times are transformers' loop's, not shown.
     """
     rows, peers = [], read("generate-peers.json")["cells"]
-    for cell, found in read("generate-one-row.json")["cells"].items():
+    for cell, found in read("generate-horizon.json")["cells"].items():
+        if not cell.startswith("1 x ") or "first_ms" not in found["fox"]:
+            continue
         fox, full, dense, base = (found[name] for name in ("fox", "fox-full", "fox-dense", "base-flash"))
         smaller = [peers.get(cell, {}).get(name, {}) for name in ("base-fp8", "base-streaming")]
         times = [row["gpu_ms"] for row in (base, dense, full, fox)]

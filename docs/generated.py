@@ -213,7 +213,7 @@ PARTS: dict[str, Callable[[], str]] = {
 for name, arms in figures_of_retrofit.ARM_TABLES.items():
     PARTS[name] = functools.partial(figures_of_retrofit.arms_table, arms)
 for name, arms in figures_of_retrofit.PANEL_TABLES.items():
-    PARTS[name] = functools.partial(figures_of_retrofit.panel_table, arms)
+    PARTS[name] = functools.partial(figures_of_retrofit.panel_table, *arms)
 OF_THE_SITE = (commands, recipe_fields)
 
 if __name__ == "__main__":

@@ -172,9 +172,14 @@ PANEL = 12
 """Kinds of a whole panel; arms that read fewer have no worst row."""
 
 
-def panel_rows(arm: Arm) -> dict[str, float]:
+def panel_of(arm: Arm) -> Any:
+    """The arm's panel, the later one where it read two; none without any."""
+    return arm.get("panel_again") or arm.get("panel") or {}
+
+
+def panel_rows(panel: Any) -> dict[str, float]:
     """By kind of text the largest mean difference in loss to the base over the spans of positions, in nats."""
-    kinds = (arm.get("panel") or {}).get("kinds", {})
+    kinds = panel.get("kinds", {})
     return {
         kind: max(span["difference"]["mean"] for span in summary["spans"] if span["difference"]["mean"] is not None)
         for kind, summary in kinds.items()
@@ -182,7 +187,7 @@ def panel_rows(arm: Arm) -> dict[str, float]:
 
 
 def worst_row(arm: Arm) -> str:
-    rows = panel_rows(arm)
+    rows = panel_rows(panel_of(arm))
     worst = max(rows, key=rows.__getitem__, default=None)
     return f"{rows[worst]:+.2f} ({worst})" if worst and len(rows) >= PANEL else "-"
 
