@@ -49,6 +49,8 @@ def convert(
     if to is not None:
         if changes or fox or texts or no_verify or dry_run:
             raise ValueError(f"--to {to} writes a converted model as it is: of options it takes --revision and --json")
+        if revision is None:
+            require_there([source], [])
         with Interruptions("nothing was written"):
             from retrofox.conversion.own_gates import write_for_fla
 
@@ -61,15 +63,17 @@ def convert(
     files = [str(file) for file in texts or []]
     if revision is None:
         require_there([source], files)
-    if dry_run:
-        from retrofox.conversion import artefact, report
+    from retrofox.conversion import artefact, report
+    from retrofox.conversion.own_gates import HORIZON_ALONE
 
+    fields = {*fox, *(change.partition("=")[0].removeprefix("fox.") for change in changes or ())}
+    if fields - {"horizon"} and artefact.plan_for(source, spec, revision).own_gates is not None:
+        raise ValueError(HORIZON_ALONE.format(source))  # such a field may have the value that it has anyway
+    if dry_run:
         plan, values = artefact.preview(source, out, spec, revision=revision, texts=files)
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
     with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
-        from retrofox.conversion import artefact, report
-
         options: dict[str, Any] = {"verify": not no_verify, "revision": revision, "texts": files}
         result = artefact.write(source, out, spec, progress=not as_json, **options)
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)

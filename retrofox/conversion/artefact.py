@@ -46,9 +46,9 @@ def plan_for(source: ModelSource, spec: FoxSpec, revision: str | None = None) ->
         return make_plan(any_config(source), spec, base=recorded(source))
     refuse_adapter(source)
     values = read_config(source, revision)
+    check_source(source, values)
     if values.get("model_type") in OWN_GATES:
         return plan_of_own_gates(values, spec, recorded(source), revision)
-    check_source(source, values)
     check_supported(values)
     return make_plan(any_config(source, revision), spec, base=recorded(source), revision=revision)
 
@@ -59,14 +59,15 @@ def preview(
     """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 
     Nothing is written and no weight is read; of a local directory the weight files' headers are, and whatever would be
-    refused is refused. Of a Hub id only config.json is fetched.
+    refused is refused (tensors of a checkpoint with gates of its own only when they are read). Of a Hub id only
+    config.json is fetched.
     """
     refuse_existing(out)
     check_texts(spec, texts)
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
-    if Path(source).is_dir() and plan.own_gates is None:
-        found = checked_shards(Path(source), plan)
+    if Path(source).is_dir():
+        found = shards.find(Path(source)) if plan.own_gates is not None else checked_shards(Path(source), plan)
         values |= {"weight_files": len(found.files), "weight_bytes": found.bytes}
     return plan, values
 

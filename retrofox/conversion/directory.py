@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ GATES_SHARD = "model-retrofox.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 OURS = ("config.json", "README.md", "retrofox.json")
 COPY_BYTES = 16 << 20
+EXPERTS = re.compile(r"\.(mlp|block_sparse_moe)\.")
+"""Where transformers renames and fuses tensors of families with experts."""
 
 
 def checked_shards(directory: Path, plan: Plan) -> Shards:
@@ -47,14 +50,19 @@ def checked_shards(directory: Path, plan: Plan) -> Shards:
                 f"{directory} has {name} as {entry['dtype']} of shape {entry['shape']}; its config.json asks for "
                 f"floats of shape {list(shape)}: the two don't belong together, or the model is quantised"
             )
-    if get_checkpoint_conversion_mapping(plan.model_type) is not None:
-        return found  # transformers renames or fuses this family's tensors while loading (experts)
-    missing = [name for name in plan.base_tensors if name not in found.tensors and name not in plan.tied]
+    fused = get_checkpoint_conversion_mapping(plan.model_type) is not None  # experts, while loading, in transformers
+    missing = [
+        name
+        for name in plan.base_tensors
+        if name not in found.tensors and name not in plan.tied and not (fused and EXPERTS.search(name))
+    ]
     if missing:
         raise ValueError(
             f"{directory} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}: if it has "
             "them under other names, load it with AutoModelForCausalLM, save_pretrained it, then convert that"
         )
+    if fused:
+        return found
     unused = [name for name in found.tensors if name not in plan.base_tensors and not name.endswith(".inv_freq")]
     if unused:
         logger.warning(

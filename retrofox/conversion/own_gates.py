@@ -34,6 +34,8 @@ QK_NORM_EPS = 1e-5
 """Of their QK-norm, whatever config.json says."""
 TRAINED_LENGTH = 16384
 """Tokens, the paper's: where config.json has no max_position_embeddings."""
+HORIZON_ALONE = "{} has forget gates of its own, which stay as they are: of fox it takes horizon alone"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 GATES = {"full": "data", "bias_only": "bias", "fixed": "fixed", "none": "none"}
 PARTS = {
     "qk_norm": "qk-norm",
@@ -71,7 +73,7 @@ def plan_of_own_gates(values: dict[str, Any], spec: FoxSpec, base: str, revision
             compute exactly.
     """
     if replace(spec, horizon=None) != FoxSpec():
-        raise ValueError(f"{base} has forget gates of its own, which stay as they are: of fox it takes horizon alone")
+        raise ValueError(HORIZON_ALONE.format(base))
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "hidden_act", "norm_eps"):
         if name not in values:
             raise ValueError(f"config.json of {base} has no {name}: take the one that its package saved")
@@ -118,7 +120,7 @@ def _base_config(values: dict[str, Any]) -> Any:
         max_position_embeddings=values.get("max_position_embeddings") or TRAINED_LENGTH,
         initializer_range=values.get("initializer_range", 0.02),
         rms_norm_eps=values["norm_eps"],
-        rope_parameters={"rope_type": "default", "rope_theta": float(values.get("rope_base", 500000.0))},
+        rope_parameters={"rope_type": "default", "rope_theta": float(values.get("rope_base") or 500000.0)},
         tie_word_embeddings=values.get("tie_word_embeddings", False),
         dtype=values.get("dtype") or values.get("torch_dtype"),
     )
@@ -139,14 +141,17 @@ def write_own_gates(directory: Path, found: Shards, plan: Plan, partial: Path) -
         state = renamed(state, plan)
     model = on_meta(plan.model_type, plan.config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    embedding = state.get("model.embed_tokens.weight")
     for name in plan.tied:
-        embedding = state["model.embed_tokens.weight"]
-        if not torch.equal(state.setdefault(name, embedding), embedding):
+        if embedding is not None and not torch.equal(state.setdefault(name, embedding), embedding):
             raise ValueError(
                 f"{directory}: {name} is not the embedding, to which its config.json ties it: set tie_word_embeddings: "
                 "false there"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    packed = next((name for name, tensor in state.items() if tensor.dtype not in FLOATS), None)
+    if packed:
+        raise ValueError(f"{directory} has {packed} as {state[packed].dtype}: convert the unquantised model")
     wrong = sorted(name for name in shapes | wanted if shapes.get(name) != wanted.get(name))
     if wrong:
         raise ValueError(
@@ -232,6 +237,7 @@ def write_for_fla(source: str | Path, out: Path, revision: str | None = None) ->
 def _refuse_for_fla(source: str | Path, model: Any, spec: FoxSpec) -> None:
     config, found = model.config, [attention for _, attention in attentions(model)]
     norms = [attention.q_norm_fox for attention in found if attention.q_norm_fox is not None]
+    fades: list[Any] = [attention.rotary_fade for attention in found]
     lacks = {
         f"model_type {config.model_type}": config.model_type not in ("fox_llama", "fox_qwen2"),
         f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
@@ -240,7 +246,8 @@ def _refuse_for_fla(source: str | Path, model: Any, spec: FoxSpec) -> None:
             name.endswith(("o_proj.bias", "up_proj.bias")) for name, _ in model.named_parameters()
         ),
         "a sliding window": any(sliding_window(attention) for attention in found),
-        f"rope {spec.rope}": any(x.rotary_fade is not None and not x.rotary_fade.skippable for x in found),
+        f"rope {spec.rope}": any(fade is not None and not fade.gone for fade in fades),
+        "an attention scaling of its RoPE": any(fade is not None and fade.gone != fade.skippable for fade in fades),
         f"gate {spec.gate}": spec.gate != "data",
         f"sink_tokens {spec.sink_tokens}": spec.sink_tokens != 0,
         f"log_n {spec.log_n}": spec.log_n is not None,

@@ -47,7 +47,8 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
             program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
             run = processes.run_python(program, source, out, file)
             if run.returncode:
-                why = f":\n{run.stderr[-2000:]}" if run.returncode > 0 else f", killed by signal {-run.returncode}"
+                last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
+                why = f": {last}" if run.returncode > 0 else f", killed by signal {-run.returncode}"
                 raise ValueError(
                     "the parity proof, which holds the base and then the converted model in memory, failed to run "
                     f"(--no-verify converts without it); nothing was written{why}"

@@ -144,7 +144,7 @@ def inspect(
 
 
 def _no_gates(source: str) -> ValueError:
-    return ValueError(f"{source} has no forget gates to inspect: run `retrofox convert {source} OUT`")
+    return ValueError(f"{source} is no converted model with forget gates: run `retrofox convert {source} OUT`")
 
 
 def _heads(layer: int, gate: Any, decay: torch.Tensor, length: int, trained: int) -> list[dict[str, Any]]:

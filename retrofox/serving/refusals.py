@@ -36,7 +36,8 @@ def refusal(base_type: str, spec: FoxSpec, paged: bool = True) -> str | None:
         return f"converted {base_type} models are not served yet; served are: {', '.join(SERVED)}"
     shifts = [part for part in spec.pro if part.endswith("-shift")]
     if shifts:
-        return f"{' and '.join(shifts)} needs each token's unshifted predecessor, which a paged cache doesn't keep"
+        needs = f"{' and '.join(shifts)} need{'s' if len(shifts) == 1 else ''}"
+        return f"{needs} each token's unshifted predecessor, which a paged cache doesn't keep"
     if spec.horizon is not None and not paged:
         return (
             f"horizon {spec.horizon:g} is served on NVIDIA GPUs only: elsewhere vLLM's own kernels attend, which can't "

@@ -21,6 +21,7 @@ from retrofox.serving.refusals import refusal
 
 MODELS = json.loads(Path(__file__).with_name("forget-gate-models.json").read_text())
 TOKENS = torch.tensor([[3, 17, 5, 9, 30, 2, 2, 21, 8, 14, 27, 1], [11, 4, 4, 25, 6, 19, 0, 31, 7, 13, 22, 10]])
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 PLACES = [0, 1, 11]
 """Positions of TOKENS whose logits the file holds."""
 
@@ -121,6 +122,9 @@ def test_a_converted_one_forgets_trains_saves_and_is_served_like_any_other(made,
         ("fla-all", {"num_hidden_layers": 1}, [], "by its config.json None"),
         ("fla-all", {"tie_word_embeddings": True}, [], "lm_head.weight is not the embedding"),
         ("fla-plain", {}, ["--sink-tokens", "1", "--rope", "keep"], "horizon alone"),
+        ("fla-plain", {}, ["--rope", "interpolate", "--horizon", "8"], "horizon alone"),
+        ("fla-plain", {}, ["fox.gate=data", "--dry-run"], "horizon alone"),
+        ("fla-plain", {"quantization_config": {"quant_method": "fp8"}}, [], "is quantised (fp8)"),
     ],
 )
 def test_what_can_not_be_computed_exactly_is_refused_by_name(run, tmp_path, name, change, options, said):
@@ -132,6 +136,39 @@ def test_what_can_not_be_computed_exactly_is_refused_by_name(run, tmp_path, name
     assert said in error
     assert error.strip().count("\n") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+def without_its_embedding(tensors):
+    del tensors["model.embeddings.weight"]
+
+
+def in_int8(tensors):
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (without_its_embedding, [], "model.embed_tokens.weight has shape None"),
+        (in_int8, [], "has lm_head.weight as torch.int8: convert the unquantised model"),
+        (None, ["--dry-run"], "holds no weights"),
+    ],
+)
+def test_other_tensors_than_its_package_saved_are_refused_by_name(run, tmp_path, change, options, said):
+    write("fla-plain", tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    if change is not None:
+        change(tensors)
+        save_file(tensors, file)
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": change is not in_int8}))
+    code, _, error = run("convert", tmp_path / "theirs", tmp_path / "ours", *options)
+    assert code == 2
+    assert said in error
+    assert error.strip().count("\n") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
 def test_what_config_json_lacks_is_named(run, tmp_path):
@@ -178,6 +215,7 @@ def test_a_retrofitted_model_goes_to_fla_and_back(pico_fox, run, tmp_path):
         ({"sink_tokens": 1, "rope": "keep"}, ["rope keep", "sink_tokens 1"]),
         ({"horizon": 9.0, "log_n": 64}, ["horizon 9.0", "log_n 64"]),
         ({"gate": "bias"}, ["gate bias"]),
+        ({"config": {"rope_parameters": YARN}}, ["lacks: an attention scaling of its RoPE"]),
         ({"pro": PRO_PARTS}, ["pro output-norm", "pro k-shift", "pro v-shift", "eps other than 1e-05"]),
         ({"config": {"attention_bias": True, "hidden_act": "gelu"}}, ["a bias on o_proj", "hidden_act gelu"]),
         ({"family": "mistral", "config": {"sliding_window": 8}}, ["model_type fox_mistral", "a sliding window"]),

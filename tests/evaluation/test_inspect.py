@@ -141,5 +141,5 @@ def test_refusals(make_fox, pico_tokenizer, data, options, message):
 def test_an_unconverted_model_is_refused_before_its_weights_are_read(pico_llama, pico_tokenizer, tmp_path):
     pico_llama().config.save_pretrained(tmp_path)
     for plain in (pico_llama(), tmp_path):
-        with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
+        with pytest.raises(ValueError, match="no converted model with forget gates: run `retrofox convert"):
             inspect(plain, tokenizer=pico_tokenizer)

@@ -154,6 +154,21 @@ def test_tensors_that_a_model_lacks_are_never_made_up(converted, pico_checkpoint
         AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
 
 
+@pytest.mark.parametrize("options", [[], ["--no-verify"], ["--dry-run"]])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.o_proj.weight"])
+def test_a_tensor_that_a_family_with_experts_lacks_is_named(name, options, pico_base, run, tmp_path):
+    pico_base("qwen3_moe").save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    code, _, error = run("convert", tmp_path / "base", tmp_path / "out", *options)
+    assert code == 2
+    said = one_line(error[error.index("error:") :])  # behind the bars of saving
+    assert f"lacks 1 tensors that its config.json asks for, such as {name}" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_in_a_bin_file_are_not_pushed(converted):
     check_complete(converted)
     as_bin(converted)
