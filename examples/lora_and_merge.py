@@ -13,10 +13,10 @@ from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 RECIPE = """\
-model: {model}
-output: {out}/run
+model: "{model}"
+output: "{out}/run"
 lora: {{rank: {rank}, alpha: 32, targets: all-linear}}
-data: {{fact_share: 0.7, questions: 0.5, train: [{train}]}} # made-up facts in 70 % of the texts
+data: {{fact_share: 0.7, questions: 0.5, train: ["{train}"]}} # made-up facts in 70 % of the texts
 stages:
   - objective: extend
     tokens: {tokens}

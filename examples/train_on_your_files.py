@@ -12,14 +12,14 @@ from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 RECIPE = """\
-model: {model}
-output: {out}/run
+model: "{model}"
+output: "{out}/run"
 fox: {{preset: fox-stretch}} # retrofox's defaults: slow rotary pairs stretched, a gate on every head, one sink token
 data:
   fact_share: 0.7 # made-up facts in 70 % of the texts, told twice: what teaches the model to look back
   questions: 0.5 # half of them are asked for the second time
-  train: [{train}]
-  eval: [{heldout}]
+  train: ["{train}"]
+  eval: ["{heldout}"]
 stages:
   - objective: extend
     tokens: {tokens}

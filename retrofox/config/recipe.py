@@ -79,6 +79,7 @@ class DataConfig(Section):
         told = [source.fact_share for source in self.read_as()]
         asked = self.questions > 0 and not any(told)
         asked = asked or any(source.questions and not share for source, share in zip(self.train, told, strict=True))
+        asked = asked or any(source.questions and not source.fact_share for source in self.eval)
         yield asked, "questions are a share of the facts: set fact_share, or remove questions"
         idle = self.fact_share > 0 and all(source.chat for source in self.train)
         yield idle, "facts are put into texts, and all sources are chat: remove fact_share"

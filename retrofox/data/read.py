@@ -108,6 +108,11 @@ def value_of(record: Any, name: str, field: str, chat: bool) -> str | Messages:
         chats = not chat and isinstance(record, dict) and "messages" in record
         way = "chats are read by a recipe, where the source says `chat: true`" if chats else "set text_field"
         raise ValueError(f"{name}: no field {field!r}; the record has {has}: {way}")
+    if chat and record.get("tools"):
+        raise ValueError(
+            f"{name}: has `tools`, which the chat template is not given: write them into a system message, or leave "
+            "such conversations out"
+        )
     value = record[field]
     if value is None:
         return [] if chat else ""
@@ -150,11 +155,12 @@ def _parquet(stream: Any, path: Path, field: str, chat: bool) -> Iterator[Record
             value_of(dict.fromkeys(names), str(path), field, chat)
         size = path.stat().st_size // max(1, table.metadata.num_rows)
         number = 0
-        for chunk in table.iter_batches(batch_size=256, columns=[field]):
-            for value in chunk.column(0).to_pylist():
+        columns = [field, *(["tools"] if chat and "tools" in names else [])]
+        for chunk in table.iter_batches(batch_size=256, columns=columns):
+            for row in chunk.to_pylist():
                 number += 1
                 name = f"{path}:{number}"
-                yield Record(name, value_of({field: value}, name, field, chat), size)
+                yield Record(name, value_of(row, name, field, chat), size)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise _damaged(path, error) from error
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from retrofox.config import Recipe, validate
 from retrofox.config.yaml_text import write_yaml
-from retrofox.config_values import trained_length
+from retrofox.config_values import depends_on_length, trained_length
 from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
@@ -60,7 +60,8 @@ def new_recipe(model: str, length: int, on: Hardware, gpus: int = 1, *, adapters
     plain = shape_of(config, None)
     heads = plain.layers * plain.kv_heads
     open_heads = max(1, round(OPEN_SHARE * heads))
-    values = _values(model, length, trained, open_heads, gpus)
+    reach = length if depends_on_length(config) else max(8 * trained, length)
+    values = _values(model, length, reach, trained, open_heads, gpus)
     share = min(0.95, max(0.2, round(2 * open_heads / heads, 2)))  # of two kv heads the open one alone is half
     values["stages"][0]["budget"] = {"share": share, "length": 32768}
     shape = shape_of(config, validate(values).fox)
@@ -78,9 +79,8 @@ def new_recipe(model: str, length: int, on: Hardware, gpus: int = 1, *, adapters
     return _text(fitting, shape, on)
 
 
-def _values(model: str, length: int, trained: int, open_heads: int, gpus: int) -> dict[str, Any]:
+def _values(model: str, length: int, reach: int, trained: int, open_heads: int, gpus: int) -> dict[str, Any]:
     batch = max(STEP_TOKENS, length * gpus) // (length * gpus) * length * gpus
-    reach = max(8 * trained, length)
     skips = {"max_position": reach} if reach > length else {}
     stage = {
         "objective": "extend",

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from retrofox.support.report import environment
 from retrofox.training import checkpoint
 from retrofox.version import __version__
 
+WRITTEN = ("data.json", "log.jsonl", "recipe.yaml")
+"""Names of files that runs and token shards write, which a glob may match."""
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
 FREE_IN_STAGE = (
     *("micro_batch", "gradient_checkpointing", "cross_entropy", "spike_factor"),
@@ -155,19 +158,29 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
 def refuse_mingling(out: Path, base: str, texts: Sequence[str] = ()) -> None:
     """Raises ValueError where a run of `base` would write over, or into, files that it did not write, or its texts."""
     model, run = Path(base).resolve(), out.resolve()
-    read = [text for text in texts if Path(text).is_dir() and run.is_relative_to(Path(text).resolve())]
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     clash = None
     if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
         clash = f"holds {base}, the model to train, and the run would write over it"
     elif model.is_dir() and run.is_relative_to(model):
         clash = f"lies inside the model, {base}"
-    elif read:
-        clash = f"lies inside {read[0]}, whose files are all read as texts, and the run's would be too"
     elif not ours and ((out / "model").exists() or (out / "converted").exists()):
         clash = "has a model, and not of a run (move it away)"
     if clash is not None:
         raise ValueError(f"output {out} {clash}: choose another `output`")
+    refuse_among(out, texts, "output")
+
+
+def refuse_among(folder: Path, texts: Sequence[str], key: str) -> None:
+    """Raises ValueError where a directory of texts, or a glob with **, would read what is written into `folder`."""
+    for text in texts:
+        place, every, _ = text.partition("**")
+        whole = any(fnmatch(name, Path(text).name) for name in WRITTEN) if every else Path(text).is_dir()
+        if whole and folder.resolve().is_relative_to(Path(place).expanduser().resolve()):
+            raise ValueError(
+                f"{key} {folder} lies inside {text}, whose files are all read as texts, and those written there would "
+                f"be too: choose another `{key}`"
+            )
 
 
 def _discard_conversion(out: Path, recipe: Recipe) -> None:

@@ -6,9 +6,11 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
@@ -28,6 +30,7 @@ from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
+from retrofox.loading.errors import first_line
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import readers_of, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
@@ -39,7 +42,7 @@ from retrofox.training.chunked_loss import choose_cross_entropy
 from retrofox.training.model import built, set_attention, trained_config
 from retrofox.training.model_tweaks import save_memory
 from retrofox.training.param_groups import set_trainable
-from retrofox.training.run_directory import batches_of, refuse_mingling
+from retrofox.training.run_directory import batches_of, refuse_among, refuse_mingling
 from retrofox.training.self_chat import turns_around_user
 from retrofox.training.teacher import named_original, needs_teacher
 
@@ -68,6 +71,7 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     collect(check_folder, recipe.data.cache_dir, "token shards (`data.cache`)")
     sources = [source.path for source in (*recipe.data.train, *recipe.data.eval)]
     collect(refuse_mingling, Path(recipe.output), recipe.model, sources)
+    collect(refuse_among, recipe.data.cache_dir, sources, "data.cache")
     collect(batches_of, Path(recipe.output), recipe)
     readers = readers_of(recipe.parallel, devices)
     for number, stage in enumerate(recipe.stages):
@@ -129,11 +133,17 @@ def _packages(report_to: Sequence[str], lora: LoraConfig | None, data: DataConfi
 
 
 def refuse_optimizer(name: str) -> None:
-    """Raises ValueError for an optimizer that transformers doesn't know, or that makes its own parameter groups."""
+    """Raises ValueError for an optimizer that transformers lacks, or its package, or that makes its own groups."""
     if OptimizerNames(name).startswith(("adalomo", "apollo", "galore", "lomo")):
         raise ValueError(
             f"optim: {name} makes its own parameter groups, so rates by role would be lost: choose another"
         )
+    given: Any = SimpleNamespace(optim=name, optim_args=None, learning_rate=0.0, adam_epsilon=1e-8)
+    given.adam_beta1 = given.adam_beta2 = 0.9
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(given)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"optim: {name}: {first_line(error)}") from error
 
 
 def refuse_tokenizer(recipe: Recipe) -> None:

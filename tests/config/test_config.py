@@ -235,6 +235,7 @@ def test_fields_without_effect_are_refused(fox):
     ("section", "reason"),
     [
         ({"fox": {"base": "another"}}, "base: conversion fills it in"),
+        ({"data": {"train": ["a/"], "eval": [{"path": "b/", "questions": 0.5}]}}, "set fact_share"),
         ({"data": {"train": ["a/"], "questions": 0.5}}, "questions are a share of the facts: set fact_share"),
         ({"data": {"train": [{"path": "a/", "questions": 0.5}, {"path": "b/", "fact_share": 0.5}]}}, "set fact_share"),
         ({"data": {"train": [{"path": "a/", "chat": True}], "fact_share": 0.5}}, "all sources are chat: remove"),

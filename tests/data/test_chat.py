@@ -211,6 +211,7 @@ def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
     [
         ('{"messages": "hello"}', r"a\.jsonl:1: field 'messages' must hold a list of {role, content}, got 'hello'"),
         ('{"messages": [{"from": "human"}]}', "must hold a list of {role, content}"),
+        ('{"messages": [], "tools": [{"type": "function"}]}', r"a\.jsonl:1: has `tools`"),
         ('{"messages": ["hello"]}', "must hold a list of {role, content}"),
         ('{"text": "hello"}', "no field 'messages'; the record has 'text': set text_field"),
         (

@@ -64,6 +64,15 @@ def test_a_model_that_can_not_be_converted_gets_no_recipe(tmp_path, changes, sai
         new_recipe(str(tmp_path), 4096, hardware("h100"))
 
 
+def test_a_rope_that_takes_its_frequencies_from_the_length_skips_no_positions(tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = {**LLAMA_1B, "max_position_embeddings": 8192, "rope_parameters": dynamic}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = new_recipe(str(tmp_path), 16384, hardware("h100"))
+    assert "max_position" not in recipe
+    assert "rope_factor: 2" in recipe
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("card", CARDS)
 def test_shipped_recipes_of_adapters_are_what_is_written_today(name, card):

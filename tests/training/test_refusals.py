@@ -65,6 +65,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         ([BUDGET, "stages.1.rates={gate_bias: 0, gate_weight: 0}"], "budget is for gates, and this stage trains none"),
         ([BUDGET, "fox={init: open}"], "stages.1: budget: gates of init open have no gradient"),
         (["optim=galore_adamw"], "optim: galore_adamw makes its own parameter groups"),
+        (["optim=grokadamw"], "optim: grokadamw: Please install grokadamw"),
         (["optim=adamw_nope"], "adamw_nope is not a valid OptimizerNames"),
     ],
 )
@@ -158,7 +159,12 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("A text of its own. " * 99)
     inside = [f"data.train=[{tmp_path / 'texts'}]", f"output={tmp_path / 'texts' / 'run'}"]
-    assert "whose files are all read as texts" in refusal(recipe, *inside)
+    for texts in ("texts", "texts/**", "texts/**/*.json*"):
+        inside[0] = f"data.train=['{tmp_path / texts}']"
+        assert "run lies inside" in refusal(recipe, *inside)
+        assert "data.cache" in refusal(recipe, inside[0], f"data.cache={tmp_path / 'texts' / 'shards'}")
+    beside = [f"data.train=['{tmp_path / 'texts' / '**' / '*.txt'}']", inside[1]]
+    assert check_here(load_recipe(recipe, beside)) == []
 
 
 def test_special_tokens_that_no_text_holds_need_no_embedding(
