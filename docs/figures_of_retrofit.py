@@ -139,19 +139,8 @@ ARM_TABLES = {
 }
 """Generated part -> its arms."""
 AGAIN = (
-    *(
-        "yarn8-12M",
-        "no-gates-12M",
-        "yarn16-12M",
-        "theta5M-12M",
-        "unbounded-again",
-        "default",
-        "no-sink",
-        "broad-12M",
-        "yarn8-24M",
-        "unbounded-24M",
-    ),
-    "no-rope-1024",
+    *("yarn8-12M", "no-gates-12M", "yarn16-12M", "theta5M-12M", "unbounded-again", "default", "no-sink", "broad-12M"),
+    *("yarn8-24M", "unbounded-24M", "no-rope-1024"),
 )
 PANEL_TABLES = {"retrofit_panel": (PANELS, "panel"), "retrofit_panel_again": (AGAIN, "panel_again")}
 """The same, and which of an arm's panels; the second read other documents."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
             program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
             run = processes.run_python(program, source, out, file)
             if run.returncode:
-                last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
-                why = f": {last}" if run.returncode > 0 else f", killed by signal {-run.returncode}"
+                named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", run.stderr, re.MULTILINE) or ["it named no error"]
+                why = f": {named[-1]}" if run.returncode > 0 else f", killed by signal {-run.returncode}"
                 raise ValueError(
                     "the parity proof, which holds the base and then the converted model in memory, failed to run "
                     f"(--no-verify converts without it); nothing was written{why}"

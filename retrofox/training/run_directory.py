@@ -172,11 +172,16 @@ def refuse_mingling(out: Path, base: str, texts: Sequence[str] = ()) -> None:
 
 
 def refuse_among(folder: Path, texts: Sequence[str], key: str) -> None:
-    """Raises ValueError where a directory of texts, or a glob with **, would read what is written into `folder`."""
+    """Raises ValueError where a directory of texts, or a glob with **, would read what is written into `folder`.
+
+    Neither reads hidden folders, a directory none whose name begins with _ either.
+    """
     for text in texts:
         place, every, _ = text.partition("**")
-        whole = any(fnmatch(name, Path(text).name) for name in WRITTEN) if every else Path(text).is_dir()
-        if whole and folder.resolve().is_relative_to(Path(place).expanduser().resolve()):
+        within, written = Path(place).expanduser().resolve(), folder.resolve()
+        whole = any(fnmatch(name, Path(text).name) for name in WRITTEN) if every else within.is_dir()
+        below = written.parts[len(within.parts) :]
+        if whole and written.is_relative_to(within) and not any(x.startswith((".", every or "_")) for x in below):
             raise ValueError(
                 f"{key} {folder} lies inside {text}, whose files are all read as texts, and those written there would "
                 f"be too: choose another `{key}`"

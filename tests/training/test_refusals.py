@@ -165,6 +165,8 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
         assert "data.cache" in refusal(recipe, inside[0], f"data.cache={tmp_path / 'texts' / 'shards'}")
     beside = [f"data.train=['{tmp_path / 'texts' / '**' / '*.txt'}']", inside[1]]
     assert check_here(load_recipe(recipe, beside)) == []
+    hidden = [f"output={tmp_path / '_runs' / 'run'}", f"data.cache={tmp_path / '.cache' / 'shards'}"]
+    assert check_here(load_recipe(recipe, [f"data.train=['{tmp_path}']", *hidden])) == []
 
 
 def test_special_tokens_that_no_text_holds_need_no_embedding(
