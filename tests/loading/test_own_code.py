@@ -56,7 +56,7 @@ def test_a_models_own_code_is_neither_run_nor_asked_about(command, odd, text, ru
     said = error.strip().splitlines()
     assert len(said) == 1, error
     assert said[0].startswith("error:")
-    assert ("no forget gates" if command == "inspect" else "odd_llama") in said[0]
+    assert ("no converted model" if command == "inspect" else "odd_llama") in said[0]
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
