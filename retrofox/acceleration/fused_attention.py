@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.acceleration import fused_projections as fused
-from retrofox.acceleration.installed_kernels import gate_rows, takes_rows
+from retrofox.acceleration.installed_kernels import gate_rows, takes_few
 
 
 def with_copies(make: Callable[[type], Any]) -> Callable[[type], Any]:
@@ -124,7 +124,7 @@ def gate(slow: Forward) -> Forward:
         if self.weight is None or not fused.available(hidden_states):
             return slow(self, hidden_states)
         weight, bias = self.weight.float(), self.bias.float()
-        return (gate_rows if takes_rows(hidden_states) else fused.gate)(hidden_states, weight, bias)
+        return (gate_rows if takes_few(hidden_states) else fused.gate)(hidden_states, weight, bias)
 
     return log_f
 

@@ -1,4 +1,4 @@
-"""A decoding step with half the launches: norms, residual sums and gated MLPs of plain decoder layers, a kernel each.
+"""Generation with half the launches: norms, residual sums and gated MLPs of plain decoder layers, a kernel each.
 
 Everything here is an optimisation of what transformers' layers do anyway, for layers whose forward reads
 as Llama's does and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are
@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from retrofox.acceleration.fused_projections import shipped, untouched
 from retrofox.acceleration.growing_cache import CACHE
-from retrofox.acceleration.installed_kernels import add_norm, silu_mul, takes_rows
+from retrofox.acceleration.installed_kernels import add_norm, silu_mul, takes
 
 
 def written_like(module: nn.Module, plain: type) -> bool:
@@ -50,7 +50,7 @@ class ResidualFusion:
 
     def normed(self, norm: Any, x: torch.Tensor, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + new, its norm)."""
-        if takes_rows(x, norm.weight) and (new is None or (new.dtype == x.dtype and new.shape == x.shape)):
+        if takes(x, norm.weight) and (new is None or (new.dtype == x.dtype and new.shape == x.shape)):
             return add_norm(x, new, norm.weight, norm.variance_epsilon)
         x = x if new is None else x + new
         return x, type(norm).forward(norm, x)
@@ -76,7 +76,7 @@ ORDER = ("attention_mask", "position_ids", CACHE, "use_cache", "position_embeddi
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    if takes_rows(x, module.weight):
+    if takes(x, module.weight):
         return add_norm(x, None, module.weight, module.variance_epsilon)[1]
     return type(module).forward(module, x)
 
@@ -86,7 +86,7 @@ def gated_mlp(module: Any) -> Any:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj(x), module.up_proj(x)
-        fits = takes_rows(gate) and up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
+        fits = takes(gate) and up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
         return module.down_proj(silu_mul(gate, up) if fits else module.act_fn(gate) * up)
 
     return forward

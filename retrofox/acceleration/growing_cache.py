@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from retrofox.acceleration.installed_kernels import append, appends
+from retrofox.acceleration.installed_kernels import append, appends, available, cumulative
 
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """transformers' name of a model's cache, as an argument and in outputs: "cache" from 5.24 on."""
@@ -113,6 +113,8 @@ class GrowingLayer(DynamicLayer):
 
     def _continued(self, log_f: torch.Tensor) -> torch.Tensor:
         """The sums of new gates (B, T, gates), as (B, 2 * gates, T, 1)."""
+        if not self._length and type(log_f) is torch.Tensor and not torch.compiler.is_compiling() and available(log_f):
+            return torch.cat(cumulative(log_f.detach()), 1)[..., None]
         c = summed(log_f.detach())
         if self._length:
             high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)

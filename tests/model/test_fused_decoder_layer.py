@@ -28,7 +28,7 @@ def twins(monkeypatch) -> list[str]:
         calls.append("silu")
         return nn.functional.silu(gate) * up
 
-    monkeypatch.setattr(fused, "takes_rows", lambda x, weight=None: True)
+    monkeypatch.setattr(fused, "takes", lambda x, weight=None: True)
     monkeypatch.setattr(fused, "add_norm", norm)
     monkeypatch.setattr(fused, "silu_mul", product)
     return calls
@@ -101,14 +101,14 @@ def test_hooks_of_all_modules_take_transformers_loop(pico_fox, monkeypatch):
     assert "hooks on all modules" in model.decoded_by
 
 
-def test_a_captured_step_runs_fused_layers(pico_fox, monkeypatch):
+def test_prompt_and_captured_steps_run_fused_layers(pico_fox, monkeypatch):
     model, ids = pico_fox(), torch.arange(2, 20)[None]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     expected = model.generate(ids, **options)
     calls = twins(monkeypatch)
     monkeypatch.setattr(captured, "DEVICES", ("cpu",))
     assert torch.equal(model.generate(ids, **options), expected)
-    assert len(calls) == 11 * 7
+    assert len(calls) == 12 * 7  # the prompt and eleven tokens
 
 
 def test_another_thread_runs_the_layers_own(pico_fox):

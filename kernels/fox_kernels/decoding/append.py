@@ -20,7 +20,7 @@ from ..layer.gate import log_sigmoid
 from ..layer.rotary import turn
 from ..layer.support import available
 from ..options import LOG_F_MIN
-from .elementwise import logit, logit_block, takes_rows
+from .elementwise import logit, logit_block, takes_few
 
 MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
@@ -151,7 +151,7 @@ def _launch(
 def appends_step(rooms: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Return whether `append_step` can run for what enters a layer, x (B, T, K): few rows of the rooms' dtype."""
     gates = all(y.dtype == torch.float32 and y.is_contiguous() for y in (weight, bias))
-    return gates and takes_rows(x) and x.dtype == rooms[0].dtype == rooms[1].dtype and x.shape[1] <= MOST_TOKENS
+    return gates and takes_few(x) and x.dtype == rooms[0].dtype == rooms[1].dtype and x.shape[1] <= MOST_TOKENS
 
 
 def append_step(

@@ -1,11 +1,12 @@
-"""Small kernels between the products of a decoding step: residual sum and RMS norm, SiLU and product, gates.
+"""Small kernels between the products of a model that generates: residual sum and RMS norm, SiLU and product, gates.
 
     s = x + r,   y = w * round(s / sqrt(mean s^2 + eps))           h = round(silu(gate)) * up
     log f = log sigmoid(W x + b), in float32: a program per row and head, where `layer.gate` fills tiles of 64 rows
 
 Each rounds to the dtype of x where transformers' expressions do, so that results differ from theirs by the order of
-one sum at most. Torch takes eight launches for a norm, two for a SiLU and product; a step has a few tokens, and each
-launch costs it as much as a small product. For inference only: nothing has a gradient.
+one sum at most. Torch takes eight launches for a norm, two for a SiLU and product; each launch costs a step of a few
+tokens as much as a small product, and the host needs longer for them than a GPU for a prompt of some thousand. For
+inference only: nothing has a gradient.
 """
 
 import torch
@@ -17,7 +18,7 @@ from ..host.launch import cdiv, launch, power_of_2
 from ..layer.gate import log_sigmoid
 from ..layer.support import available
 
-MOST_COLUMNS, MOST_ROWS = 16384, 256  # one program takes a row; many rows are torch's
+MOST_COLUMNS, MOST_ROWS = 16384, 256  # one program takes a row; `layer.gate` takes the gates of more
 BLOCK = 1024
 
 
@@ -67,18 +68,23 @@ def logit_block(K: int) -> int:
     return min(1024, power_of_2(K))
 
 
-def takes_rows(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Return whether the kernels take x (..., K): a few rows, contiguous, of weight's dtype, no gradient recorded."""
+def takes(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Return whether the kernels take x (..., K): contiguous, of weight's dtype, no gradient recorded."""
     if type(x) is not torch.Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling() or not available(x):
         return False
-    few = 0 < x.numel() <= MOST_ROWS * x.shape[-1] and x.shape[-1] <= MOST_COLUMNS and x.is_contiguous()
-    return few and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
+    fits = x.numel() > 0 and x.shape[-1] <= MOST_COLUMNS and x.is_contiguous()
+    return fits and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
+
+
+def takes_few(x: Tensor) -> bool:
+    """Return whether `gate_rows` takes x (..., K): as `takes`, and few rows."""
+    return takes(x) and x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
 
-    weight (K,) of x's dtype. Only where `takes_rows` returns True.
+    weight (K,) of x's dtype. Only where `takes` returns True.
     """
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
@@ -92,7 +98,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up for contiguous tensors of one shape and dtype, where `takes_rows` returns True."""
+    """Return silu(gate) * up for contiguous tensors of one shape and dtype, where `takes` returns True."""
     out, N = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
         launch(silu_mul_kernel, (cdiv(N, BLOCK),), (gate, up, out, N), (BLOCK,))
@@ -102,7 +108,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return log f (..., H) float32 for a few rows x (..., K); weight (H, K), bias (H,) float32. As `layer.gate.gate`.
 
-    Only where `takes_rows` returns True.
+    Only where `takes_few` returns True.
     """
     H, K = weight.shape
     log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
