@@ -114,7 +114,8 @@ class GrowingLayer(DynamicLayer):
     def _continued(self, log_f: torch.Tensor) -> torch.Tensor:
         """The sums of new gates (B, T, gates), as (B, 2 * gates, T, 1)."""
         if not self._length and type(log_f) is torch.Tensor and not torch.compiler.is_compiling() and available(log_f):
-            return torch.cat(cumulative(log_f.detach()), 1)[..., None]
+            with torch.cuda.device_of(log_f):
+                return torch.cat(cumulative(log_f.detach()), 1)[..., None]
         c = summed(log_f.detach())
         if self._length:
             high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)
