@@ -78,7 +78,7 @@ test-vllm: $(VLLM_VENV)/.ready
 $(VLLM_VENV)/.ready: pyproject.toml
 	test -x $(VLLM_VENV)/bin/pip || { $(PYTHON) -c "$(CHECK)" && $(PYTHON) -m venv $(VLLM_VENV); }
 	$(VLLM_VENV)/bin/python -m pip install -q "$(VLLM)" || \
-	$(VLLM_VENV)/bin/python -m pip install -q --extra-index-url $(CPU_INDEX) "$(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip install -q --retries 1 --extra-index-url $(CPU_INDEX) "$(VLLM)"
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install -q -e . "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
 	touch $@
@@ -90,7 +90,7 @@ ifdef GPU
 	$(BIN)/python -m pip install -q $(TORCH)
 else
 	$(BIN)/python -m pip install -q $(TORCH) 2>/dev/null || \
-	$(BIN)/python -m pip install -q --extra-index-url $(CPU_INDEX) $(subst +cpu,,$(TORCH))
+	$(BIN)/python -m pip install -q --retries 1 --extra-index-url $(CPU_INDEX) $(subst +cpu,,$(TORCH))
 endif
 	test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q "$(TRITON)"
 	$(BIN)/python -m pip install -q -e ".[test]"
