@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import check_folder
+
+logger = logging.getLogger(__name__)
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
@@ -58,6 +61,8 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
         FileNotFoundError, ValueError: see `prepare_sources`.
     """
     check_folder(data.cache_dir, "token shards (`data.cache`)")
+    if both := {source.path for source in data.train} & {source.path for source in data.eval}:
+        logger.warning("the held-out loss will be of texts that are trained on: %s", ", ".join(sorted(map(str, both))))
     options: dict[str, Any] = {"progress": progress, "text_field": data.text_field}
     options["split_special_tokens"] = data.split_special_tokens
     train = prepare_sources(data.read_as(), tokenizer, data.cache_dir, **options)

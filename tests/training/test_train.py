@@ -121,6 +121,14 @@ def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objectiv
     assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-4)
 
 
+def test_texts_both_trained_on_and_held_out_are_told(make_recipe, pico_tokenizer, caplog):
+    data = make_recipe().data
+    prepare_data(data.model_copy(update={"eval": []}), pico_tokenizer, progress=False)
+    assert not caplog.records
+    prepare_data(data, pico_tokenizer, progress=False)
+    assert f"of texts that are trained on: {data.eval[0].path}" in caplog.text
+
+
 def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, pico_tokenizer):
     recipe = make_recipe(log={"eval_tokens": 64 * 7})
     tokens = prepare_data(recipe.data, pico_tokenizer, progress=False)
