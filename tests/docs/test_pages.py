@@ -212,7 +212,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"takes {between('plain Triton', 'official')} of the official kernel's time",
         ],
         "docs/results.md": [
-            f"takes {', '.join(of_dense[:3])} and {of_dense[3]} of no horizon's time, "
+            f"Now: {', '.join(of_dense[:3])} and {of_dense[3]} of no horizon's time, "
             f"{', '.join(of_base[:3])} and {of_base[3]} of the base's",
             f"At 32k it finds {easy['default']} and {easy['default-seed1']} % of easy ones, YaRN x 8 by the same "
             f"stages {easy['yarn8-12M']} and {easy['yarn8-12M-seed1']}",
