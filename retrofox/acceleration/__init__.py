@@ -8,6 +8,7 @@ that travels with a checkpoint and the installed one are served alike.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fox_kernels import forgetting_attention
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from retrofox.acceleration import attention_dispatch, fused_attention, growing_cache
 from retrofox.acceleration.cuda_graph_decoding import decode, forgets
 from retrofox.acceleration.forgetting_cache import PAGE, ForgettingCache
+from retrofox.acceleration.fused_decoder_layer import fused_layers
 
 INTERFACE = 1
 """The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""
@@ -43,6 +45,12 @@ def attach(code: Any) -> None:
         """Greedy decoding and sampling of `generate`, replayed from a CUDA graph where it can be."""
         return decode(self, super(sample, self)._sample, *args, **kwargs)
 
+    def _prefill(self: Any, input_ids: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The prompt with fewer launches, before `decode`'s steps; processors, criteria and streamers run outside."""
+        first = hasattr(inputs.get(code.CACHE), "tokens_to_reserve")
+        with fused_layers(self) if first else contextlib.nullcontext():
+            return super(sample, self)._prefill(input_ids, config, inputs, *args, **kwargs)
+
     def _prepare_cache_for_generation(self: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces a new plain cache by a ForgettingCache where `forgets` says so."""
         given = inputs.get(code.CACHE)
@@ -54,4 +62,5 @@ def attach(code: Any) -> None:
         return result
 
     sample._sample = _sample
+    sample._prefill = _prefill
     sample._prepare_cache_for_generation = _prepare_cache_for_generation

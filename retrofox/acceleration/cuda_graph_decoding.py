@@ -23,7 +23,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from retrofox.acceleration.captured_step import Decoding, reads_for
 from retrofox.acceleration.forgetting_cache import ForgettingCache
-from retrofox.acceleration.fused_decoder_layer import fused_layers
 from retrofox.acceleration.growing_cache import CACHE
 from retrofox.acceleration.pooled_cache import PooledDecoding
 from retrofox.config_values import depends_on_length, horizon_of, rope_types
@@ -136,8 +135,7 @@ def decode(
         logger.info("decoding by transformers' loop: %s", reason)
         return loop(stopping_criteria=stopping_criteria, synced_gpus=synced_gpus, streamer=streamer)
     cache, total = inputs.get(CACHE), stopping_criteria.max_length
-    with fused_layers(model):
-        ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
+    ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
     model.decoded_by = "the prefill: one token ended the text"
     if bool(unfinished.any()):
         kind = PooledDecoding if isinstance(cache, ForgettingCache) else Decoding

@@ -59,8 +59,10 @@ class ResidualFusion:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             new, self.pending = self.pending, None
             x, h = self.normed(module.input_layernorm, hidden_states, new)
+            del hidden_states, new  # a long prompt's need not be there during its attention and MLP
             attended, _ = module.self_attn(hidden_states=h, **dict(zip(ORDER, args, strict=False)), **kwargs)
             x, h = self.normed(module.post_attention_layernorm, x, attended)
+            del attended
             self.pending = module.mlp(h)
             return x
 
@@ -87,7 +89,9 @@ def gated_mlp(module: Any) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj(x), module.up_proj(x)
         fits = takes(gate) and up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
-        return module.down_proj(silu_mul(gate, up) if fits else module.act_fn(gate) * up)
+        h = silu_mul(gate, up) if fits else module.act_fn(gate) * up
+        del gate, up
+        return module.down_proj(h)
 
     return forward
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import LogitsProcessorList
 from transformers.models.llama import modeling_llama
 
 from retrofox.acceleration import cuda_graph_decoding as captured
@@ -109,6 +111,27 @@ def test_prompt_and_captured_steps_run_fused_layers(pico_fox, monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cpu",))
     assert torch.equal(model.generate(ids, **options), expected)
     assert len(calls) == 12 * 7  # the prompt and eleven tokens
+
+
+def test_streamers_and_processors_find_the_model_as_it_was(pico_fox, monkeypatch):
+    """They run between prompt and steps: fused layers alone give other values, and other threads would wait."""
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+    model, seen = pico_fox(), []
+
+    def free() -> bool:
+        return fused.ALONE.acquire(blocking=False) and fused.ALONE.release() is None
+
+    def look(_, scores=None):
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(free).result() and not any("forward" in vars(x) for x in model.modules()))
+        return scores
+
+    streamer = SimpleNamespace(put=look, end=lambda: None)
+    ids, options = torch.arange(2, 20)[None], {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    calls = twins(monkeypatch)
+    model.generate(ids, **options, pad_token_id=1, streamer=streamer, logits_processor=LogitsProcessorList([look]))
+    assert len(calls) == 8 * 7
+    assert seen == [True] * 17  # the prompt and eight tokens told, eight chosen
 
 
 def test_another_thread_runs_the_layers_own(pico_fox):
