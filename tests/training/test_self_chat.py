@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +119,24 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     assert learnt.documents == 5
     small = with_self_chat(with_share(recipe, 0.0005), pico_tokenizer, CPU, False).train[-1].weight
     assert small == pytest.approx(0.0005 / 0.9995 * len(texts))
+
+
+def test_of_two_runs_with_one_cache_the_second_waits_for_the_first(make_recipe, pico_tokenizer, monkeypatch, capsys):
+    begun, go_on, recipe = threading.Event(), threading.Event(), with_share(make_recipe(), 0.25)
+
+    def sample(opened: Any, count: int, *_: Any) -> list[list[dict[str, str]]]:
+        assert not begun.is_set(), "only one makes them"
+        begun.set()
+        assert go_on.wait(60)
+        return [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]] * count
+
+    monkeypatch.setattr(self_chat, "sample_conversations", sample)
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(with_self_chat, recipe, pico_tokenizer, CPU, False) for _ in range(2)]
+        while "waiting for it" not in capsys.readouterr().err:
+            assert not any(run.done() for run in runs)
+        go_on.set()
+        assert runs[0].result().train == runs[1].result().train
 
 
 def test_a_run_trains_on_them_wherever_the_cache_lies(make_recipe, pico_tokenizer, tmp_path):
