@@ -71,6 +71,8 @@ LABELS = {
     "ramp-seed1": "YaRN's frequencies, seed 1",
     "ramp-log8k": "YaRN's frequencies, `log_n` 8192",
     "ramp-log8k-seed1": "YaRN's frequencies, `log_n` 8192, seed 1",
+    "near-ramp": "YaRN's frequencies where no head is open",
+    "near-ramp-seed1": "YaRN's frequencies where no head is open, seed 1",
     "mid4": "between the two",
     "mid4-seed1": "between the two, seed 1",
     "mid4-teach8k": "between the two, taught in windows of 8192",
