@@ -45,11 +45,15 @@ def depends_on_length(config: Any) -> bool:
 
 
 def trained_length(config: Any) -> int:
-    """The length in tokens that a base model was trained to: before any RoPE scaling stretched it.
+    """The length in tokens that a base model was trained to: before any RoPE scaling, or a conversion, stretched it.
 
-    The longest `original_max_position_embeddings` among the RoPE parameters (one set, or one per layer type), where
-    one is given; otherwise `max_position_embeddings`. With its scaling of type llama3, Llama 3.1 was trained to that.
+    A converted model's `rope_length`; else the longest `original_max_position_embeddings` among the RoPE parameters
+    (one set, or one per layer type), where one is given; otherwise `max_position_embeddings`. With its scaling of type
+    llama3, Llama 3.1 was trained to that.
     """
+    known = (value_of(config, "fox") or {}).get("rope_length")
+    if known is not None:
+        return int(known)
     scaled = [values for values in rope_sets(config) if rope_type(values) not in ("default", "llama3")]
     originals = [values.get("original_max_position_embeddings") or 0 for values in scaled]
     return int(max(originals, default=0) or value_of(config, "max_position_embeddings") or 2048)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, on_meta, sliding_window
-from retrofox.config_values import kv_heads_of, trained_length
+from retrofox.config_values import kv_heads_of, rope_types, trained_length
 from retrofox.families import check_settings, check_supported, replaced_settings
 from retrofox.fox_spec import FoxSpec
 from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias, open_half_life
@@ -187,6 +187,9 @@ def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     fox_config.auto_map = modeling_fox.auto_map(fox_config.model_type)
     if getattr(config, "dtype", None) is not None:
         fox_config.dtype = config.dtype
+    if spec.rope == "interpolate" and rope_types(config) == {"default"}:  # other kinds count with this length
+        reach = round(spec.known("rope_length") * spec.known("rope_factor"))
+        fox_config.max_position_embeddings = max(reach, trained_length(config))
     return fox_config
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attention_mode
+from retrofox.config_values import trained_length
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report
@@ -118,7 +119,7 @@ def evaluate(
     scores: dict[str, Scores] = {}
     for key, opened in compared.columns():
         if key == "model":
-            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
+            result["trained_length"] = trained_length(opened.model.config)
         result["names"][key] = opened.name
         if chosen:
             for line, values in _run(opened, key, chosen, controls, progress):

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions
+from retrofox.config_values import trained_length
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
@@ -92,7 +93,7 @@ def inspect(
     opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
     if opened.fox is None:
         raise _no_gates(opened.source)
-    trained = int(opened.model.config.max_position_embeddings)
+    trained = trained_length(opened.model.config)
     gates = {n: attention.forget_gate for n, (_, attention) in enumerate(attentions(opened.model))}
     gates = {layer: gate for layer, gate in gates.items() if gate is not None}
     decay = {n: -gate.bounded(functional.logsigmoid(gate.bias.detach().double())).cpu() for n, gate in gates.items()}
@@ -188,7 +189,7 @@ def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progres
     where texts or model are too short.
     """
     texts = [window.token_ids for window in windows]
-    trained = int(opened.model.config.max_position_embeddings)
+    trained = trained_length(opened.model.config)
     length = min(LONGEST, trained, max((len(text) for text in texts), default=0))
     if length < LEAST:
         return None

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from retrofox.config_values import trained_length
 from retrofox.data.sources import listed
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
@@ -100,7 +101,7 @@ def needle(
         result["models"][opened.name] = {
             "source": opened.source,
             "role": role,
-            "trained_length": getattr(opened.model.config, "max_position_embeddings", None),
+            "trained_length": trained_length(opened.model.config),
             "seconds": time.perf_counter() - begun,
             "modes": {},
         }

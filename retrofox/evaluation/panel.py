@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from retrofox.config_values import trained_length
 from retrofox.data.windows import documents
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
@@ -96,7 +97,7 @@ def panel(
         instructions = compare_answers(mine, its, prompts, own, theirs)
         said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, theirs, strict=True)]
         rows["chat"] = rows_of(said, length, tokens)
-    trained = getattr(its.model.config, "max_position_embeddings", None)
+    trained = trained_length(its.model.config)
     spans = [(0, length // 16), (length // 2, length)]
     found: dict[str, Any] = {}
     with progress_bar("tokens", progress) as bar:

@@ -13,6 +13,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.acceleration.fused_attention import leading
 from retrofox.anatomy import attention_mode, attentions
+from retrofox.config_values import trained_length
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import fades, interpolated
 from tests import conftest
@@ -213,6 +214,12 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
     spec = retrofox.convert(make_base("default"), fox=FoxSpec()).config.fox
     assert (spec["rope"], spec["rope_factor"]) == ("interpolate", 8.0)
     assert spec["rope_length"] == make_base("default").config.max_position_embeddings
+    for kind in KINDS:  # servers cut texts at max_position_embeddings; other kinds' frequencies hang on it
+        base = make_base(kind).config
+        stretched = retrofox.convert(make_base(kind), fox=FoxSpec(rope_factor=4)).config
+        times = 4 if kind == "default" else 1
+        assert stretched.max_position_embeddings == times * base.max_position_embeddings
+        assert trained_length(stretched) == trained_length(base)
     assert FoxSpec(max_wavelength=100).rope == "partial"
     for wrong in (0.5, -1.0, math.inf):
         with pytest.raises(ValueError, match="rope_factor must be"):
