@@ -135,11 +135,12 @@ def prepare_sources(
     write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
     shards = [shard for of_source in wanted for shard in of_source]
     todo = [shard for shard in shards if not is_complete(folder, shard.key)]
-    tokenise(todo, tokenizer, folder, progress)
-    for unit, reading, key in todo:
-        if _key(unit, reading, made_from, template, digests) != key:
-            (folder / f"{key}.json").unlink(missing_ok=True)
-            raise ValueError(f"{unit.name} changed while it was read: run it again when it is complete")
+
+    def require_unchanged(shard: Todo) -> None:
+        if _key(shard.unit, shard.reading, made_from, template, digests) != shard.key:
+            raise ValueError(f"{shard.unit.name} changed while it was read: run it again when it is complete")
+
+    tokenise(todo, tokenizer, folder, progress, require_unchanged)
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
         made = [read_shard(folder, shard.key) for shard in of_source]

@@ -32,8 +32,13 @@ class Todo(NamedTuple):
     key: str
 
 
-def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> None:
+def tokenise(
+    todo: list[Todo], tokenizer: Any, folder: Path, progress: bool, require_unchanged: Callable[[Todo], None]
+) -> None:
     """Writes shards. Those with the same `Reading` share one stream of documents, so no core waits between units.
+
+    Args:
+        require_unchanged: called when a unit has been read, before its shard can be found; raises ValueError.
 
     Raises:
         ValueError, OSError: a unit can't be read; the shards before it are written.
@@ -45,12 +50,19 @@ def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> 
         with progress_bar("MB", progress and bool(todo)) as bar:
             task = bar.add_task("tokenising", total=total / 1e6)
             for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
-                _write_all(list(alike), Encoder(tokenizer, reading), folder, lambda size: bar.advance(task, size / 1e6))
+                encoder = Encoder(tokenizer, reading)
+                _write_all(list(alike), encoder, folder, require_unchanged, lambda size: bar.advance(task, size / 1e6))
     finally:
         os.environ[PARALLELISM] = "false"  # else each process that is forked later prints a warning
 
 
-def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:
+def _write_all(
+    todo: list[Todo],
+    encoder: Encoder,
+    folder: Path,
+    require_unchanged: Callable[[Todo], None],
+    advance: Callable[[int], None],
+) -> None:
     waiting = iter(todo)
     writer: _ShardWriter | None = None
     try:
@@ -58,6 +70,7 @@ def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callab
             for record, encoded in zip(batch, encoder(batch), strict=True):
                 writer = writer or _ShardWriter(folder, next(waiting), encoder.dtype)
                 if record is END:
+                    require_unchanged(writer.shard)
                     writer.finish()
                     writer = None
                 else:
@@ -79,7 +92,7 @@ class _ShardWriter:
     """Writes one shard, under temporary names until it is complete; closing `files` removes an incomplete one."""
 
     def __init__(self, folder: Path, shard: Todo, dtype: np.dtype):
-        self.folder, self.key, self.name, self.dtype = folder, shard.key, shard.unit.name, dtype
+        self.folder, self.shard, self.key, self.dtype = folder, shard, shard.key, dtype
         self.digest = hashlib.sha256()
         self.lengths: list[int] = []
         self.learnt: list[np.ndarray] = []
@@ -116,7 +129,7 @@ class _ShardWriter:
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
         shard = Shard(
             self.key,
-            self.name,
+            self.shard.unit.name,
             documents=len(self.lengths),
             tokens=sum(self.lengths),
             empty=self.empty,

@@ -156,6 +156,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make
     monkeypatch.setattr(Encoder, "__call__", call)
     with pytest.raises(ValueError, match=r"growing\.txt changed while it was read"):
         prepared([path], tokenizer, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["digests.json"]  # else a text as before found it
     monkeypatch.undo()
     assert prepared([path], tokenizer, tmp_path / "out").made == 1
 
