@@ -10,6 +10,7 @@ import errno
 import glob
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,17 +24,18 @@ from retrofox.support.files import new_file_mode
 def atomic_directory(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that is renamed to it where the block ends, and removed where it raises.
 
-    A process that is killed leaves it, .OUT.PID.partial, for the next one to remove.
+    A process that is killed leaves it, .OUT.HOST.PID.partial, for the machine's next one to remove.
 
     Raises:
         ValueError: `out` exists.
         OSError: it can't be written, as where the disk is full.
     """
     refuse_existing(out)
-    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+    name = f".{out.name}.{socket.gethostname()}"
+    for left in out.parent.glob(f"{glob.escape(name)}.*.partial"):
         if (pid := left.name.split(".")[-2]).isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial = out.parent / f"{name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -45,6 +47,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         partial.rename(out)
     except (SafetensorError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            refuse_existing(out)  # another made it meanwhile
             raise
         why = error.strerror if isinstance(error, OSError) else error
         raise OSError(f"{out} could not be written: {why}; nothing was left there") from error

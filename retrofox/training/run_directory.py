@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import sys
@@ -88,7 +89,9 @@ def output_lock(out: Path) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         raise ValueError(f"{out} is in use by another run: wait for it, stop it, or choose another `output`") from None
-    except NotImplementedError:
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
         print(f"{out} is on a file system without locks: start no second run there", file=sys.stderr)
     try:
         yield

@@ -77,12 +77,14 @@ def lock_of(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         print("data.self_chat: another run makes the same conversations; waiting for it", file=sys.stderr)
         lock.acquire()
-    except NotImplementedError:  # a file system without locks
+    except (NotImplementedError, OSError):  # a file system without locks, or another user's: then each makes its own
         pass
     try:
         yield
     finally:
-        lock.release()
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)  # another user may not write it
+            lock.release()
 
 
 def turns_around_user(tokenizer: Any) -> tuple[str, str]:

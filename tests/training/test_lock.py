@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -39,9 +40,10 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, make_recipe
     assert not (tmp_path / ".lock").exists()
 
 
-def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [NotImplementedError("no flock"), OSError(errno.ENOLCK, "No locks available")])
+def test_without_locks_a_run_goes_on_and_says_so(error, tmp_path, monkeypatch, capsys):
     def refuse(*arguments, **options):
-        raise NotImplementedError("FileSystem does not appear to support flock")
+        raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
     with output_lock(tmp_path):
