@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +129,15 @@ def prepare_sources(
     digests = Digests(folder / DIGESTS)
     made_from = fingerprint(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
+    key = partial(_key, tokenizer=made_from, template=template, digests=digests)
     wanted = [
-        [Todo(unit, reading, _key(unit, reading, made_from, template, digests)) for unit in of_source]
+        [Todo(unit, reading, key(unit, reading), partial(key, unit, reading)) for unit in of_source]
         for of_source, reading in zip(units, readings, strict=True)
     ]
     write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
     shards = [shard for of_source in wanted for shard in of_source]
     todo = [shard for shard in shards if not is_complete(folder, shard.key)]
-
-    def require_unchanged(shard: Todo) -> None:
-        if _key(shard.unit, shard.reading, made_from, template, digests) != shard.key:
-            raise ValueError(f"{shard.unit.name} changed while it was read: run it again when it is complete")
-
-    tokenise(todo, tokenizer, folder, progress, require_unchanged)
+    tokenise(todo, tokenizer, folder, progress)
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
         made = [read_shard(folder, shard.key) for shard in of_source]

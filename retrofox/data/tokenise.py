@@ -25,20 +25,16 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 class Todo(NamedTuple):
-    """A shard to write: the unit it is read from, how, and the shard's file stem."""
+    """A shard to write: the unit it is read from, how, the shard's file stem, and what that would be now."""
 
     unit: Unit
     reading: Reading
     key: str
+    key_now: Callable[[], str]
 
 
-def tokenise(
-    todo: list[Todo], tokenizer: Any, folder: Path, progress: bool, require_unchanged: Callable[[Todo], None]
-) -> None:
+def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> None:
     """Writes shards. Those with the same `Reading` share one stream of documents, so no core waits between units.
-
-    Args:
-        require_unchanged: called when a unit has been read, before its shard can be found; raises ValueError.
 
     Raises:
         ValueError, OSError: a unit can't be read; the shards before it are written.
@@ -50,19 +46,12 @@ def tokenise(
         with progress_bar("MB", progress and bool(todo)) as bar:
             task = bar.add_task("tokenising", total=total / 1e6)
             for reading, alike in itertools.groupby(todo, key=lambda shard: shard.reading):
-                encoder = Encoder(tokenizer, reading)
-                _write_all(list(alike), encoder, folder, require_unchanged, lambda size: bar.advance(task, size / 1e6))
+                _write_all(list(alike), Encoder(tokenizer, reading), folder, lambda size: bar.advance(task, size / 1e6))
     finally:
         os.environ[PARALLELISM] = "false"  # else each process that is forked later prints a warning
 
 
-def _write_all(
-    todo: list[Todo],
-    encoder: Encoder,
-    folder: Path,
-    require_unchanged: Callable[[Todo], None],
-    advance: Callable[[int], None],
-) -> None:
+def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:
     waiting = iter(todo)
     writer: _ShardWriter | None = None
     try:
@@ -70,7 +59,6 @@ def _write_all(
             for record, encoded in zip(batch, encoder(batch), strict=True):
                 writer = writer or _ShardWriter(folder, next(waiting), encoder.dtype)
                 if record is END:
-                    require_unchanged(writer.shard)
                     writer.finish()
                     writer = None
                 else:
@@ -116,7 +104,9 @@ class _ShardWriter:
             self.learnt.append(document.learnt)
 
     def finish(self) -> None:
-        """Moves the files into place, the note that makes them a shard last."""
+        """Moves the files into place, the note that makes them a shard last; raises ValueError for a changed unit."""
+        if self.shard.key_now() != self.key:
+            raise ValueError(f"{self.shard.unit.name} changed while it was read: run it again when it is complete")
         self.stream.close()
         sync(self.tokens)
         ends = np.cumsum([0, *self.lengths], dtype="<i8").tobytes()

@@ -6,15 +6,12 @@ arXiv 2406.08464).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 
 from retrofox.config import DataConfig, Recipe, Source
@@ -40,8 +37,7 @@ _USER = "what the user says"
 def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progress: bool) -> DataConfig:
     """The recipe's data with `data.self_chat` as one more source of conversations, made now if they are not there.
 
-    Of several runs that begin together one makes them. They lie in `data.cache`, under a name that changes with the
-    model's files and their number.
+    They lie in `data.cache`, under a name that changes with the model's files and their number.
 
     Raises:
         ValueError: the tokenizer has no chat template, the model ends hardly any turn, or the cache is read-only.
@@ -56,35 +52,14 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
     if not path.is_file():
         check_folder(data.cache_dir)  # before minutes of sampling
         opening, closing = turns_around_user(tokenizer)
+        opened = open_model(recipe.model, tokenizer=tokenizer, dtype=PRECISIONS[recipe.precision], device=device)
+        made = sample_conversations(opened, count, opening, closing, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with lock_of(path):
-            if not path.is_file():  # still
-                dtype = PRECISIONS[recipe.precision]
-                opened = open_model(recipe.model, tokenizer=tokenizer, dtype=dtype, device=device)
-                made = sample_conversations(opened, count, opening, closing, progress)
-                write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
+        if not path.is_file():  # a run beside this one may have made its own meanwhile, and read them
+            write_whole(path, "".join(json.dumps({"messages": chat}) + "\n" for chat in made).encode())
     weight = data.self_chat / (1 - data.self_chat) * sum(source.weight for source in data.train)
     chats = Source(path=str(path), chat=True).model_copy(update={"weight": weight})  # may exceed what a recipe may give
     return data.model_copy(update={"train": [*data.train, chats]})
-
-
-@contextlib.contextmanager
-def lock_of(path: Path) -> Iterator[None]:
-    """Held by the one run that makes a file; others that share its folder wait, and say so."""
-    lock = filelock.FileLock(path.with_suffix(".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        print("data.self_chat: another run makes the same conversations; waiting for it", file=sys.stderr)
-        lock.acquire()
-    except (NotImplementedError, OSError):  # a file system without locks, or another user's: then each makes its own
-        pass
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            Path(lock.lock_file).unlink(missing_ok=True)  # another user may not write it
-            lock.release()
 
 
 def turns_around_user(tokenizer: Any) -> tuple[str, str]:

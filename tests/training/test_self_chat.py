@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,22 +119,18 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     assert small == pytest.approx(0.0005 / 0.9995 * len(texts))
 
 
-def test_of_two_runs_with_one_cache_the_second_waits_for_the_first(make_recipe, pico_tokenizer, monkeypatch, capsys):
-    begun, go_on, recipe = threading.Event(), threading.Event(), with_share(make_recipe(), 0.25)
+def test_those_that_a_run_beside_this_one_makes_meanwhile_stand(make_recipe, pico_tokenizer, monkeypatch):
+    recipe, its = with_share(make_recipe(), 0.25), []
 
     def sample(opened: Any, count: int, *_: Any) -> list[list[dict[str, str]]]:
-        assert not begun.is_set(), "only one makes them"
-        begun.set()
-        assert go_on.wait(60)
-        return [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]] * count
+        own = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": f"So {len(its)}."}]
+        if not its:
+            its.append("")
+            its[:] = [Path(with_self_chat(recipe, pico_tokenizer, CPU, False).train[-1].path).read_text()]
+        return [own] * count
 
     monkeypatch.setattr(self_chat, "sample_conversations", sample)
-    with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(with_self_chat, recipe, pico_tokenizer, CPU, False) for _ in range(2)]
-        while "waiting for it" not in capsys.readouterr().err:
-            assert not any(run.done() for run in runs)
-        go_on.set()
-        assert runs[0].result().train == runs[1].result().train
+    assert Path(with_self_chat(recipe, pico_tokenizer, CPU, False).train[-1].path).read_text() == its[0]
 
 
 def test_a_run_trains_on_them_wherever_the_cache_lies(make_recipe, pico_tokenizer, tmp_path):
