@@ -224,21 +224,6 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             assert sentence in text, page
 
 
-def test_an_arm_that_is_not_on_file_has_no_row_and_a_measure_that_no_arm_has_no_column(hooks, monkeypatch):
-    retrofit = hooks.generated.figures_of_retrofit
-    base = retrofit.all_arms()["base"]
-    kinds = {f"kind {n}": {"spans": [{"difference": {"mean": n / 100}}]} for n in range(retrofit.PANEL)}
-    harmed = base | {"panel": {"kinds": kinds}}
-    (module,) = {function.__module__ for function in (retrofit.all_arms, retrofit.seeds_of, retrofit.above_all)}
-    monkeypatch.setattr(sys.modules[module], "all_arms", lambda: {"base": base, "yarn8-12M": harmed})
-    table = retrofit.readme_table()
-    assert "| original |" in table
-    assert "| YaRN x 8, trained as the default |" in table
-    assert "+0.11 (kind 11)" in table
-    assert "(default)" not in table
-    assert "keys left" not in table
-
-
 def test_no_file_of_figures_names_a_folder_of_the_machine_it_was_made_on():
     for file in sorted((ROOT / "benchmarks").rglob("*.json")):
         assert not re.search(r"[\"'=\[ ,](/tmp|/work|/home|/root)/", file.read_text(encoding="utf-8")), file
