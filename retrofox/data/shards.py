@@ -26,7 +26,7 @@ from retrofox.data.files import DIGESTS, FORMAT, Digests, Shard, is_complete, re
 from retrofox.data.source_units import Unit
 from retrofox.data.sources import resolve
 from retrofox.data.tokenise import Todo, tokenise
-from retrofox.support.files import write_whole
+from retrofox.support.files import left_behind, write_whole
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ def prepare_sources(
     units = [resolve(source) for source in sources]
     readings = [Reading.of(source, text_field, split_special_tokens) for source in sources]
     folder.mkdir(parents=True, exist_ok=True)
+    for left in left_behind(folder, "*", "tmp"):  # gigabytes, where a run was killed
+        left.unlink(missing_ok=True)
     digests = Digests(folder / DIGESTS)
     made_from = fingerprint(tokenizer)
     template = getattr(tokenizer, "chat_template", None)

@@ -14,10 +14,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from safetensors import SafetensorError
 
-from retrofox.support.files import new_file_mode
+from retrofox.support.files import left_behind, new_file_mode
 
 
 @contextlib.contextmanager
@@ -31,11 +30,9 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         OSError: it can't be written, as where the disk is full.
     """
     refuse_existing(out)
-    name = f".{out.name}.{socket.gethostname()}"
-    for left in out.parent.glob(f"{glob.escape(name)}.*.partial"):
-        if (pid := left.name.split(".")[-2]).isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = out.parent / f"{name}.{os.getpid()}.partial"
+    for left in left_behind(out.parent, glob.escape(out.name), "partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = out.parent / f".{out.name}.{socket.gethostname()}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def new_file_mode() -> int:
@@ -29,6 +32,13 @@ def temporary(folder: Path, name: str) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def left_behind(folder: Path, name: str, suffix: str) -> list[Path]:
+    """What processes of this machine that are gone left in a folder: .NAME.HOST...PID.SUFFIX, NAME a glob."""
+    found = folder.glob(f".{name}.{glob.escape(socket.gethostname())}.*.{suffix}")
+    processes = {path: path.name.split(".")[-2] for path in found}
+    return [path for path, pid in processes.items() if pid.isdecimal() and not psutil.pid_exists(int(pid))]
 
 
 def sha256_of(path: Path) -> str:
