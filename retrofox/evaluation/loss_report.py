@@ -167,7 +167,7 @@ def figure(result: dict[str, Any]) -> Figure:
     Bands are standard errors over documents. Differences beyond 0.1 nats are drawn on a log axis, so that a base that
     breaks beyond its trained length does not hide what happens within it.
     """
-    drawn, differences, trained = result["curves"], result["difference_curves"], result.get("trained_length")
+    drawn, differences, trained = result["curves"], result["difference_curves"], result["trained_length"]
     labels = {line["key"]: line["label"] for line in result["lines"]}
     last = max(float(curve["position"][-1]) for curve in drawn)
     first = max(1.0, min(16.0, last / 16))
@@ -178,7 +178,7 @@ def figure(result: dict[str, Any]) -> Figure:
             for curve in shown:
                 _line(panel, curve)
             _limit(panel, shown, first)
-            if trained is not None and first < trained < last:
+            if first < trained < last:
                 panel.axvline(trained, color="#555555", lw=1.0, ls=(0, (4, 3)))
                 place = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 9, "color": "#555555"}
                 text = f"trained length {tokens_label(trained)} "

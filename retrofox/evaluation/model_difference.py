@@ -69,14 +69,14 @@ def token_differences(
 
 
 def summarise_rows(
-    rows: Sequence[Row], found: Sequence[np.ndarray], spans: Sequence[tuple[int, int]], trained: int | None
+    rows: Sequence[Row], found: Sequence[np.ndarray], spans: Sequence[tuple[int, int]], trained: int
 ) -> dict[str, Any]:
     """Means over the tokens of each span of positions, with 95 % intervals over documents.
 
     Args:
         found: of each row, as `token_differences` gives it.
         spans: [start, stop) positions in a row.
-        trained: tokens that the base was trained to: the KL counts positions below; None = all.
+        trained: tokens that the base was trained to: the KL counts positions below.
 
     Returns:
         {"sample": "documents" or "rows", "units", "tokens", "spans": [{"from", "to", "tokens", "loss", "base",
@@ -104,12 +104,11 @@ def summarise_rows(
         }
         for start, stop in spans
     ]
-    longest = max(len(row.token_ids) for row in rows)
     return {
         "sample": "documents" if by_document else "rows",
         "units": len({int(number) for own in units for number in own}),
         "documents": documents,
         "tokens": sum(len(row.token_ids) for row in rows),
         "spans": table,
-        "kl": mean(kl, 0, longest if trained is None else min(longest, trained)),
+        "kl": mean(kl, 0, trained),
     }

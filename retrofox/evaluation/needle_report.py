@@ -90,7 +90,7 @@ def depth_figure(result: dict[str, Any], name: str, mode: str) -> Figure:
         for (row, column), share in np.ndenumerate(found):
             shade = "white" if share < 0.55 else "black"
             axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=shade)
-        inside = sum(trained is None or n <= trained for n in lengths)
+        inside = sum(n <= trained for n in lengths)
         if 0 < inside < len(lengths):
             axes.axvline(inside - 0.5, color="#D55E00", lw=2)
         axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if 0 < inside < len(lengths) else ""))

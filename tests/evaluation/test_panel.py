@@ -96,7 +96,7 @@ def test_five_documents_are_the_sample():
 
 def test_fewer_documents_leave_the_sample_to_the_rows():
     rows = [row([0] * 8), row([0] * 8), row([0] * 8)]
-    result = summarise_rows(rows, found_of(rows, [0.1]), [(0, 8)], None)
+    result = summarise_rows(rows, found_of(rows, [0.1]), [(0, 8)], 8)
     assert (result["sample"], result["units"]) == ("rows", 3)
     assert result["spans"][0]["difference"]["interval"] == pytest.approx([0.1, 0.1])
 
@@ -104,7 +104,7 @@ def test_fewer_documents_leave_the_sample_to_the_rows():
 def test_the_kl_counts_positions_inside_the_trained_length_alone():
     rows = [row([0] * 8)]
     assert summarise_rows(rows, found_of(rows, [0.0]), [(0, 8)], 4)["kl"]["mean"] == pytest.approx(0.5)
-    assert summarise_rows(rows, found_of(rows, [0.0]), [(0, 8)], None)["kl"]["mean"] > 4
+    assert summarise_rows(rows, found_of(rows, [0.0]), [(0, 8)], 8)["kl"]["mean"] > 4
 
 
 def test_the_worst_row_is_the_headline():
