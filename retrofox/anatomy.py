@@ -50,11 +50,7 @@ def on_meta(model_type: str, config: Any) -> Any:
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
-    """(name, module) of every converted attention, in layer order.
-
-    Raises:
-        ValueError: there is none, so the model is not a converted one.
-    """
+    """(name, module) of every converted attention, in layer order; ValueError where there is none."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
     if not found:
         remote = type(model).__module__.startswith("transformers_modules")
@@ -128,11 +124,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a causal language model, in order.
-
-    Raises:
-        ValueError: the model keeps them elsewhere than the families that can be converted do.
-    """
+    """The decoder layers of a causal language model, in order; ValueError where they are not where LLaMA has them."""
     lm = causal_lm(model)
     layers = getattr(inner_model(lm), "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):

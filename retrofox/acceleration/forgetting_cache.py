@@ -114,11 +114,7 @@ class ForgettingLayer(DynamicLayer):
                 group._show(base + self.seen)
 
     def _split(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Tensors over all pairs (B * Hkv, ...) as the groups have them.
-
-        Raises:
-            ValueError: they have other rows than the cache.
-        """
+        """Tensors over all pairs (B * Hkv, ...) as the groups have them; ValueError for other rows than theirs."""
         if len(tensors[0]) != len(self):
             raise ValueError(
                 f"{len(tensors[0]) // self.kv_heads} rows don't fit a cache of {self.batch}: start a new one"
@@ -275,11 +271,7 @@ class ForgettingLayer(DynamicLayer):
         vars(self).update(made, batch=batch, first=first, starts=starts, _segments=None)  # all at once, as above
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest -n tokens; n > 0: all but n.
-
-        Raises:
-            ValueError: tokens of which something has been forgotten.
-        """
+        """Removes the newest -n tokens; n > 0: all but n. ValueError where something of these is forgotten."""
         self.seen = self.left_by(tokens_to_remove)
         if self.seen > 0:
             self._show()

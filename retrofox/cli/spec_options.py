@@ -45,11 +45,7 @@ def spec_fields() -> dict[str, str]:
 
 
 def spec_of(changes: list[str], options: dict[str, Any]) -> FoxSpec:
-    """The spec of "fox.a=b" changes and of options, each read as YAML; an option goes before a change.
-
-    Raises:
-        ValueError: a change of something else, or a value that FoxSpec refuses.
-    """
+    """The spec of "fox.a=b" changes and of options, each read as YAML; an option goes before a change."""
     from retrofox.config.fields import read_fox
     from retrofox.config.yaml_text import apply_override, read_yaml
 

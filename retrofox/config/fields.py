@@ -32,11 +32,7 @@ def _tokens(value: Any) -> Any:
 
 
 def read_fox(value: Any) -> FoxSpec:
-    """The spec of a `fox:` section, whose tokens may have suffixes.
-
-    Raises:
-        ValueError: no mapping, an unknown key, or a value outside its range.
-    """
+    """The spec of a `fox:` section, whose tokens may have suffixes; raises ValueError as FoxSpec does."""
     if isinstance(value, FoxSpec):
         return value
     if isinstance(value, dict):

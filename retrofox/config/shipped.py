@@ -28,11 +28,7 @@ def summary(file: Path) -> list[str]:
 
 
 def named(name: str) -> Path:
-    """The file of this name, with or without .yaml.
-
-    Raises:
-        FileNotFoundError: there is none; the text names the nearest and lists all.
-    """
+    """The file of this name, with or without .yaml; FileNotFoundError names the nearest and lists all."""
     wanted = name.removesuffix(".yaml").removeprefix("recipes/")
     recipes = shipped()
     if wanted not in recipes:
@@ -45,11 +41,7 @@ def named(name: str) -> Path:
 
 
 def recipe_file(recipe: str | os.PathLike[str]) -> Path:
-    """The file of a recipe: a path, or else the name of one that ships.
-
-    Raises:
-        FileNotFoundError: neither.
-    """
+    """The file of a recipe: a path, or else the name of one that ships; FileNotFoundError where it is neither."""
     path = Path(recipe)
     if path.exists() and not path.is_dir():  # a pipe is a recipe too: <(sed ...)
         return path

@@ -10,11 +10,7 @@ import yaml
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets one "a.b=c" inside nested dicts and lists, creating missing sections.
-
-    Raises:
-        ValueError: no "=", or a path to something that is not there.
-    """
+    """Sets one "a.b=c" in nested dicts and lists, creating missing sections; ValueError for another form or place."""
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):

@@ -127,11 +127,7 @@ def _base_config(values: dict[str, Any]) -> Any:
 
 
 def write_own_gates(directory: Path, found: Shards, plan: Plan, partial: Path) -> str:
-    """Writes a checkpoint that came with gates as a converted one; returns what became of its tensors.
-
-    Raises:
-        ValueError: its tensors are not the ones that its config.json asks for.
-    """
+    """Writes a checkpoint that came with gates as a converted one; returns what became of its tensors."""
     state: dict[str, torch.Tensor] = {}
     for file in found.files.values():
         with opening(file):

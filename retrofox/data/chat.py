@@ -103,11 +103,7 @@ class ChatEncoder:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], about: str, *, prompts: bool = True) -> str:
-    """A conversation's text by the tokenizer's chat template; `prompts`: with what comes before the answer.
-
-    Raises:
-        ValueError: the template can't render it; the text begins with `about`.
-    """
+    """A conversation's text by the tokenizer's chat template; `prompts`: with what comes before the answer."""
     try:
         return valid_unicode(tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False))
     except Exception as error:  # whatever an expression in it may raise

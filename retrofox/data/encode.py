@@ -69,11 +69,7 @@ class Encoder:
             self.fast.encode_special_tokens = self.reading.split_special_tokens
 
     def __call__(self, records: Sequence[Record]) -> list[Encoded]:
-        """Encodes documents, on the tokenizer's threads.
-
-        Raises:
-            ValueError: the chat template refuses a conversation; the text says which.
-        """
+        """Encodes documents, on the tokenizer's threads; ValueError names a conversation that the template refuses."""
         if self.chat is not None:
             return [self._conversation(record, self.chat) for record in records]
         texts = [record.value for record in records]

@@ -62,11 +62,7 @@ class Tokens:
 
 
 def open_tokens(manifest: Manifest) -> list[Tokens]:
-    """The sources of a manifest, memory-mapped.
-
-    Raises:
-        ValueError: a shard is missing or damaged.
-    """
+    """The sources of a manifest, memory-mapped; ValueError where a shard is missing or damaged."""
     return [Tokens(source, manifest.folder) for source in manifest.sources]
 
 

@@ -55,11 +55,7 @@ class PreparedTokens:
 
 
 def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTokens:
-    """Tokenises what the cache lacks of a recipe's data.
-
-    Raises:
-        FileNotFoundError, ValueError: see `prepare_sources`.
-    """
+    """Tokenises what the cache lacks of a recipe's data; raises as `prepare_sources`."""
     check_folder(data.cache_dir, "token shards (`data.cache`)")
     if both := {source.path for source in data.train} & {source.path for source in data.eval}:
         logger.warning("the held-out loss will be of texts that are trained on: %s", ", ".join(sorted(map(str, both))))

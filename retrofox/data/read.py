@@ -65,11 +65,7 @@ def inner_suffix(path: Path) -> str:
 
 
 def form_of(path: Path) -> str:
-    """text, json or parquet, by the name.
-
-    Raises:
-        ValueError: an archive of files.
-    """
+    """text, json or parquet, by the name; ValueError for an archive of files."""
     suffix = inner_suffix(path)
     if suffix in ARCHIVES:
         raise ValueError(f"{path}: is an archive of files: unpack it and give the directory")
@@ -77,11 +73,7 @@ def form_of(path: Path) -> str:
 
 
 def read_file(path: Path, field: str, chat: bool) -> Iterator[Record]:
-    """The documents of a file; a text file is one.
-
-    Raises:
-        ValueError: the file is damaged, or a record has no such field or holds something else in it.
-    """
+    """The documents of a file; a text file is one. ValueError where it is damaged, or lacks the field."""
     form = form_of(path)
     with _reading(path) as (raw, stream):
         if form == "text":
@@ -98,11 +90,7 @@ def read_file(path: Path, field: str, chat: bool) -> Iterator[Record]:
 
 
 def value_of(record: Any, name: str, field: str, chat: bool) -> str | Messages:
-    """The text, or the messages, in a field of a record; empty where it holds null.
-
-    Raises:
-        ValueError: no such field, or it holds something else.
-    """
+    """The text, or the messages, in a field of a record, empty where it holds null; ValueError where it has neither."""
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(map(repr, record)) if isinstance(record, dict) and record else type(record).__name__
         chats = not chat and isinstance(record, dict) and "messages" in record

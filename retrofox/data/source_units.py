@@ -74,11 +74,7 @@ class RowsUnit:
         return json.dumps([*self.origin, *files, self.start, self.stop])
 
     def records(self, text_field: str, chat: bool = False) -> Iterator[Record]:
-        """The rows' documents, from one column.
-
-        Raises:
-            ValueError: no such column, one that holds no text (or messages), or the Hub can't be reached.
-        """
+        """The rows' documents, from one column; ValueError where it holds no text, or the Hub can't be reached."""
         import pyarrow as pa
         from datasets.exceptions import DatasetsError  # an optional extra
 

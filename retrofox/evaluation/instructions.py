@@ -36,11 +36,7 @@ class ChatPrompt:
 
 
 def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
-    """The first `count` of 208 prompts: after two that a program can check one that it can't, while there are both.
-
-    Raises:
-        ValueError: more than there are; a tokenizer without a chat template.
-    """
+    """The first `count` of 208 prompts: after two that a program can check one that it can't, while there are both."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: the base's tokenizer has no chat template, so it is no instruct model: leave it out")
     free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]

@@ -36,9 +36,6 @@ def token_differences(
 
     Returns:
         (3, T - 1) float32.
-
-    Raises:
-        ValueError: vocabularies of two sizes, too little memory, or a loss that is no number.
     """
     if vocabulary_size(model) != vocabulary_size(base):
         raise ValueError(

@@ -79,12 +79,7 @@ class Haystack:
 
 
 def read_haystack(tokenizer: Any, data: Sequence[str], longest: int, text_field: str) -> Haystack:
-    """The files' text from their start, repeated where it is shorter than twice the longest prompt.
-
-    Raises:
-        FileNotFoundError: a file that is not there.
-        ValueError: no text.
-    """
+    """The files' text from their start, repeated where it is shorter than twice the longest prompt."""
     special = np.array(sorted(set(tokenizer.all_special_ids)), np.int32)
     enough, tokens, pieces = max(LEAST_TOKENS, 8 * longest), 0, []
     for _, ids in documents(data, tokenizer, text_field=text_field):
@@ -159,9 +154,6 @@ def make_prompts(
 
     The prompts of a mode and length differ in fact and stretch of the haystack. Those of another length ask for the
     same facts, so that lengths are compared on like tasks.
-
-    Raises:
-        ValueError: a length that can't hold needle and question; the smallest that can is named.
     """
     rows = [depth for depth in depths for _ in range(trials)]
     prompts = []

@@ -30,10 +30,6 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
     Args:
         data: KIND=PATH words, a kind given often having several paths; or directories in each of which a file or folder
             is a kind, which then leave the shipped texts out.
-
-    Raises:
-        FileNotFoundError: a path that is not there.
-        ValueError: a word without a kind that is no directory, or an empty one.
     """
     kinds: dict[str, list[str]] = {}
     given: dict[str, list[str]] = {}

@@ -17,9 +17,6 @@ def new_cache(model: Any, kind: str = "auto") -> Any:
 
     "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter
     for a model with a horizon, but on a GPU not for multi-head latent attention.
-
-    Raises:
-        ValueError: "forgetting" for a model without a horizon.
     """
     if kind == "forgetting" and horizon_of(model.config) is None:
         raise ValueError('cache "forgetting" needs a model with a horizon (fox.horizon): take "full"')

@@ -52,11 +52,7 @@ def strongest(scores: torch.Tensor, number: int) -> list[tuple[int, int]]:
 
 
 def plant(documents: Sequence[np.ndarray], tokenizer: Any, length: int, prompts: int = PROMPTS) -> list[Needle]:
-    """Prompts of up to `length` tokens, each with a fact of the documents' own words planted at a depth of its own.
-
-    Raises:
-        ValueError: the prompts are too short to hold a fact and its question.
-    """
+    """Prompts of up to `length` tokens, each with a fact of the documents' own words planted at a depth of its own."""
     special = np.array(sorted({*tokenizer.all_special_ids}))
     hay = np.concatenate(documents)
     hay = hay[~np.isin(hay, special)]

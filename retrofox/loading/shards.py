@@ -97,11 +97,7 @@ def _read_headers(shards: Shards) -> None:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The tensors in a safetensors file: name -> dtype (as F32), shape.
-
-    Raises:
-        ValueError: the file is cut short or not a safetensors file.
-    """
+    """The tensors in a safetensors file: name -> dtype (as F32), shape; ValueError where it is none, or cut short."""
     try:
         with safe_open(file, "numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict

@@ -48,9 +48,6 @@ def cut(batch: dict[str, Any], split: Degrees, process: int) -> dict[str, Any]:
     Args:
         batch: input_ids, position_ids and targets (B, T), and cu_seqlens where rows hold several documents. Positions
             count from each document's start and stay as they are.
-
-    Raises:
-        ValueError: T is not a multiple of the split's unit.
     """
     rows, length = batch["input_ids"].shape
     check_length(length, split)

@@ -64,11 +64,7 @@ def peak_of(name: str) -> float | None:
 
 
 def hardware(gpu: str | None = None, memory: str | None = None, flops: str | None = None) -> Hardware:
-    """The device named, with another memory or rate where given; without a name the one that is here.
-
-    Raises:
-        ValueError: an unknown name, or a quantity that can't be read.
-    """
+    """The device named, with another memory or rate where given; without a name the one that is here."""
     if gpu is not None:
         short = gpu.lower()
         if short not in NAMES:
@@ -97,11 +93,7 @@ def here() -> Hardware:
 
 
 def quantity(text: str) -> float:
-    """A number with a suffix in powers of 1000, or 1024 with an i: "80G", "79.6GiB", "990T".
-
-    Raises:
-        ValueError: it is none, or under 1G: no GPU's memory or rate, but one without its unit.
-    """
+    """A number with a suffix in powers of 1000, or 1024 with an i: "80G", "79.6GiB"; ValueError under 1G, as for 80."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
     if match is not None:
         value = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].lower()]

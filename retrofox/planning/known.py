@@ -36,12 +36,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """config.json of a directory or Hub id; of a known model without asking the Hub.
-
-    Raises:
-        FileNotFoundError: no such model.
-        ValueError: a .gguf file, which has no config.json.
-    """
+    """config.json of a directory or Hub id; of a known model without asking the Hub."""
     if model.endswith(".gguf"):
         raise ValueError(f"{model} has no config.json to plan from: give the model it was made from")
     return KNOWN.get(model.removesuffix("-Instruct")) or read_config(model)

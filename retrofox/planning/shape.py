@@ -124,11 +124,7 @@ class Shape:
 
 
 def shape_of(config: dict[str, Any], fox: FoxSpec | None = None) -> Shape:
-    """The shape of a config.json, converted by `fox`, or by the spec that the config holds.
-
-    Raises:
-        ValueError: a family whose parameters aren't known here, or a config that lacks a size.
-    """
+    """The shape of a config.json, converted by `fox`, or by the spec that it holds; ValueError where it is unknown."""
     name = str(config.get("model_type", "")).removeprefix("fox_")
     if name not in FAMILIES:
         raise ValueError(

@@ -54,11 +54,7 @@ def save_steps(checkpoint: CheckpointConfig, stage: Stage, steps: int) -> int:
 
 
 def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
-    """Micro-batches per optimizer step and device.
-
-    Raises:
-        ValueError: batch_tokens is not a whole number of micro-batches over the devices; names the nearest that are.
-    """
+    """Micro-batches per optimizer step and device; ValueError names the nearest batch_tokens that give whole ones."""
     unit = stage.sequence_length * stage.micro_batch * world_size
     if batch_tokens % unit:
         below = max(1, batch_tokens // unit) * unit

@@ -80,12 +80,7 @@ def choose_suite(
     trials: int | None = None,
     tasks: Sequence[str] = (),
 ) -> Suite:
-    """The suite of a name with the sizes that the user changed; tasks are added to its own.
-
-    Raises:
-        KeyError: an unknown name.
-        ValueError: a size that can't be.
-    """
+    """The suite of a name with the sizes that the user changed; tasks are added to its own."""
     require_at_least(64, length=length)
     require_at_least(1, max_documents=max_documents, trials=trials)
     suite = QUICK_ON_CPU if on_cpu and name == "quick" else SUITES[name]

@@ -28,11 +28,7 @@ class Job:
 
 
 def run_vllm(jobs: Sequence[Job], model: str) -> list[dict[str, Any]]:
-    """Runs `retrofox.serving.vllm_run`; returns its results for each job.
-
-    Raises:
-        ValueError: vLLM stopped, with the last error that it named.
-    """
+    """Runs `retrofox.serving.vllm_run`; returns its results for each job. ValueError has the last error in its log."""
     if torch.cuda.is_available() and len(jobs) > 1:  # vLLM gives a GPU's memory back only when its process ends
         return [result for job in jobs for result in run_vllm([job], model)]
     ranks = max(job.engine["tensor_parallel_size"] for job in jobs)

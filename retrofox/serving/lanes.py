@@ -84,9 +84,6 @@ def plan_lanes(groups: int, head_dim: int, dtype: torch.dtype, fits: Callable[[i
     Args:
         groups: query heads per kv head.
         fits: whether a kernel exists for a head of so many channels.
-
-    Raises:
-        ValueError: there is no such width up to twice the head's.
     """
     terms = TERMS[dtype]
     needed = terms * (groups + 1)

@@ -36,9 +36,6 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
             which our own kernels do by themselves.
         horizon: nats of decay at which a key is masked; lanes can't, so `refusal` lets only a GPU have one.
         reach: `retrofox.anatomy.reach` of the layer.
-
-    Raises:
-        ValueError: no backend that is known here takes heads of that width.
     """
     config = get_current_vllm_config()
     chosen, paged = native.attn_backend, current_platform.is_cuda()

@@ -179,11 +179,7 @@ def _head_norm(flat: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
-    """Gives each attention of a vLLM model the added parts of the converted model of `config`.
-
-    Raises:
-        ValueError: vLLM's model has other layers, windows or rotary embeddings than transformers' one.
-    """
+    """Gives each attention of a vLLM model the added parts of the converted model of `config`."""
     spec = FoxSpec.from_dict(config.fox)
     config = copy.deepcopy(config)
     config._attn_implementation = "fox"

@@ -13,11 +13,7 @@ from retrofox.model.modeling_fox import RotaryFade
 
 
 def faded(fade: RotaryFade, length: int, native: Any = None) -> Any:
-    """vLLM's rotary module turned by the fades, or for modules of transformers a `Tables`.
-
-    Raises:
-        ValueError: vLLM's module turns other pairs than transformers' one.
-    """
+    """vLLM's rotary module turned by the fades, or for modules of transformers a `Tables`."""
     table = _table(tuple(fade.inv_freq), tuple(fade.fade), fade.attention_scaling, length)
     if native is None:
         return Tables(table, fade.channel_pair)

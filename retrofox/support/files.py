@@ -93,11 +93,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def write_result(path: str | os.PathLike, content: bytes) -> str:
-    """Writes a result file whole or not at all, making its folder; returns its path.
-
-    Raises:
-        ValueError: it can't be written.
-    """
+    """Writes a result file whole or not at all, making its folder; returns its path. ValueError where it can't."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,7 @@ def is_plain_head(model: Any) -> bool:
 
 
 def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
-    """(name, reason) of the cross-entropy to run: "chunked" (ours) or "liger".
-
-    Raises:
-        ValueError: liger's can't run here; the text names what is missing.
-    """
+    """(name, reason) of the cross-entropy to run: ours, "chunked", or "liger"; ValueError names what liger's lacks."""
     lacks = (
         ("liger-kernel: pip install '.[liger]' in a clone", importlib.util.find_spec("liger_kernel") is None),
         ("a GPU", device.type != "cuda"),

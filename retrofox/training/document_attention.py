@@ -60,11 +60,7 @@ def attends_by_document(model: Any) -> bool:
 
 
 def set_document_attention(model: Any) -> None:
-    """Makes an unconverted model attend by document, with the ends that its forward is given as `document_ends`.
-
-    Raises:
-        ValueError: its attention is not SDPA with or without windows.
-    """
+    """Makes an unconverted model attend by document, with the ends that its forward is given as `document_ends`."""
     config = causal_lm(model).config
     check_supported(config)  # of other families it is not known what their attention is given
     check_settings(config)

@@ -81,11 +81,7 @@ def _quantized(source: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def target_modules(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that get adapters: never the head, never a gate.
-
-    Raises:
-        ValueError: a name that is no linear layer, or a gate, with the names there are.
-    """
+    """Names of the linear layers that get adapters; ValueError for the head, a gate, or no linear layer."""
     linear = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -111,11 +107,7 @@ def new_modules(model: nn.Module) -> list[str]:
 
 
 def assert_gates_saved(directory: Path, model: Any) -> None:
-    """Opens the adapter file just written: every gate and Pro part that `model` trains in full is there, float32.
-
-    Raises:
-        RuntimeError: one is missing or rounded.
-    """
+    """Opens the adapter file just written: every gate and Pro part that `model` trains in full is there, float32."""
     with safe_open(directory / WEIGHTS, "pt") as file:
         kept = {name for name in file.keys() if file.get_slice(name).get_dtype() == "F32"}  # noqa: SIM118, not a dict
     for name, _ in model.named_parameters():

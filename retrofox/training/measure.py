@@ -36,11 +36,7 @@ def check_here(recipe: Recipe) -> list[str]:
 
 
 def measure_here(recipe: Recipe, report: dict[str, Any], price: float | None = None) -> None:
-    """Adds the speed, peak memory, hours and price of two real steps of every stage here to a plan's report.
-
-    Raises:
-        ValueError: several devices, and not one process for each; shared rows.
-    """
+    """Adds the speed, peak memory, hours and price of two real steps of every stage here to a plan's report."""
     if processes() > 1 and "RANK" not in os.environ:
         raise ValueError(
             f"WORLD_SIZE={processes()} in one process: measuring takes as many processes, accelerate launch -m "

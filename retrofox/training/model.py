@@ -93,11 +93,7 @@ def build_model(recipe: Recipe, source: Path, device: torch.device) -> Any:
 
 
 def set_attention(model: Any, attention: str | None, stages: Sequence[Stage]) -> None:
-    """Runs an unconverted model with this attention, None its own; by document where positions skip ahead.
-
-    Raises:
-        ValueError: no such attention, or it is not installed, or it can't tell documents from skips.
-    """
+    """Runs an unconverted model with this attention, None its own; by document where positions skip ahead."""
     if attention is not None:
         try:
             model.set_attn_implementation(attention)

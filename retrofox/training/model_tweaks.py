@@ -134,10 +134,6 @@ def recompute(model: Any, which: str | int, offload: bool = False) -> int:
 
 
 def save_memory(model: Any, stage: Stage) -> None:
-    """Applies a stage's switches on activations: gradient_checkpointing, offload_activations, tiled_mlp.
-
-    Raises:
-        ValueError: the model's layers can't do what a switch asks for.
-    """
+    """Applies a stage's switches on activations; ValueError where the layers can't do what one asks for."""
     recompute(model, stage.gradient_checkpointing, stage.offload_activations)
     tile_modules(model, stage.tiled_mlp)

@@ -218,9 +218,6 @@ def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any
 
     Args:
         teacher: the original as a second model, where the stage needs one.
-
-    Raises:
-        ValueError: a cross-entropy that can't run here.
     """
     if isinstance(stage, DistillStage):
         return Distill(model, stage, device, teacher)

@@ -27,9 +27,6 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
 
     Args:
         adapters: the model has LoRA adapters: pretrained tensors stay frozen, adapters take their layer's role.
-
-    Raises:
-        ValueError: nothing is left to train.
     """
     chosen = []
     for name, parameter in model.named_parameters():

@@ -77,11 +77,7 @@ class Run:
 
 @contextlib.contextmanager
 def output_lock(out: Path) -> Iterator[None]:
-    """Holds OUTPUT for this process inside a `with` block; the operating system ends the lock with the process.
-
-    Raises:
-        ValueError: another run has it.
-    """
+    """Holds OUTPUT inside a `with` block, or until the process ends; ValueError where another run has it."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / ".lock", timeout=1)  # a run that was just killed gives its lock back by then
@@ -135,11 +131,7 @@ def stage_folder(out: Path, number: int, objective: str) -> Path:
 
 
 def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
-    """Tokens per optimizer step of each stage of the run begun in OUTPUT; None where none was.
-
-    Raises:
-        ValueError: it is another recipe's run, or a model.
-    """
+    """Tokens per optimizer step of each stage of the run begun in OUTPUT, or None; ValueError for another's run."""
     if (out / "config.json").is_file():
         raise ValueError(f"{out} is a model's directory, and a run needs one of its own: choose another `output`")
     file = out / "recipe.yaml"

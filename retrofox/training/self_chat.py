@@ -63,11 +63,7 @@ def with_self_chat(recipe: Recipe, tokenizer: Any, device: torch.device, progres
 
 
 def turns_around_user(tokenizer: Any) -> tuple[str, str]:
-    """(what a conversation begins with, what stands between the user's words and the answer) by the chat template.
-
-    Raises:
-        ValueError: there is no template, or it refuses or changes what the user says, or no token ends a turn.
-    """
+    """(what a conversation begins with, what stands between the user's words and the answer) by the chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("data.self_chat: without a chat template the model is no instruct model: remove self_chat")
     if tokenizer.eos_token_id is None:

@@ -33,9 +33,6 @@ def tile_modules(model: Any, which: str | int) -> int:
 
     Args:
         which: "none", "auto" or tokens of a tile.
-
-    Raises:
-        ValueError: tiles are asked for, and no layer has an MLP that takes them (mixtures of experts).
     """
     mlps = 0
     for layer in decoder_layers(model):
