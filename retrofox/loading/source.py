@@ -8,9 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import ssl
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +85,12 @@ def hub_answers() -> bool:
 
 @functools.cache
 def _answers(endpoint: str) -> bool:
+    from huggingface_hub.utils import get_session
+
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the Hub's client may know certificates that this one doesn't
-    except TimeoutError:
-        return False
+        get_session().head(endpoint, timeout=PROBE_SECONDS)
+    except hub_errors() as error:
+        return "SSL" in str(error)  # a certificate: the download's own error says what is wrong with it
     return True
 
 
