@@ -160,7 +160,7 @@ def complete(
         prefill_chunk_size=part if part is not None and longest > part else None,
     )
     shown = reading_bar(opened.model, "reading the prompt", unread, unread > SHORT_PROMPT)
-    with _without_defaults(opened.model) as model, _seeded(seed, opened.device), shown:
+    with _without_defaults(opened.model) as model, seeded(seed, opened.device), shown:
         output = model.generate(
             input_ids=ids.to(opened.device),
             attention_mask=mask.to(opened.device),
@@ -232,7 +232,7 @@ def _without_defaults(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """Draws from a stream of its own and leaves the global random state as it was."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=seed is not None):

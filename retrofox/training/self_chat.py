@@ -17,7 +17,7 @@ import torch
 from retrofox.config import DataConfig, Recipe, Source
 from retrofox.config_values import kv_heads_of
 from retrofox.data.chat import rendered
-from retrofox.generation.generate import complete, end_tokens
+from retrofox.generation.generate import complete, end_tokens, seeded
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.files import stamps, write_whole
@@ -87,9 +87,7 @@ def sample_conversations(
     rows = rows_at_a_time(opened.model, count)
     made: list[list[dict[str, str]]] = []
     tried = 0
-    own = [opened.device] if opened.device.type == "cuda" else []  # not all of the machine's, which others may use
-    with torch.random.fork_rng(own), progress_bar("conversations", progress) as bar:
-        torch.manual_seed(0)
+    with seeded(0, opened.device), progress_bar("conversations", progress) as bar:
         task = bar.add_task("the model talks to itself", total=count)
         while len(made) < count:
             if tried >= 8 * max(len(made), rows):
