@@ -13,7 +13,8 @@ from torch import nn
 from retrofox.anatomy import causal_lm, logits_from_hidden
 from retrofox.support.launches import shards_weights
 
-RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+ChunkLoss = Callable[..., tuple[torch.Tensor, Any]]
+"""(head, hidden, rows, whether gradients are needed) -> (loss and metrics of these rows, (d hidden, dW) or ())."""
 
 
 class Head:
@@ -98,16 +99,12 @@ class SumOverRows(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-class PlainCrossEntropy:
+def plain_cross_entropy(targets: torch.Tensor) -> ChunkLoss:
     """Cross-entropy of a plain head by hand: softmax turns into its own gradient inside the logits' memory."""
 
-    def __init__(self, targets: torch.Tensor):
-        self.targets = targets
-
-    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
-        targets = self.targets[part]
-        valid = targets >= 0
-        index = targets.clamp_min(0)[:, None]
+    def loss_of(head: Head, hidden: torch.Tensor, part: slice, need: bool) -> tuple[torch.Tensor, Any]:
+        valid = targets[part] >= 0
+        index = targets[part].clamp_min(0)[:, None]
         logits = hidden.to(head.weight.dtype) @ head.weight.T
         log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
         loss = -(log_p.gather(1, index)[:, 0] * valid).sum()
@@ -119,22 +116,20 @@ class PlainCrossEntropy:
         d_hidden = (d_logits @ head.weight) * mask
         return loss[None], (d_hidden, d_logits.T @ (hidden.to(d_logits.dtype) * mask))
 
+    return loss_of
 
-class PlainDistillation:
+
+def plain_distillation(targets: torch.Tensor, teach: Callable[[slice], torch.Tensor], a: float) -> ChunkLoss:
     """(1 - a) KL(p || q) + a CE of a plain head by hand, p the teacher's softmax; metrics KL and CE.
 
     The gradient with respect to the logits is q - (1 - a) p - a onehot(target): no graph over the vocabulary.
     """
 
-    def __init__(self, targets: torch.Tensor, teach: Callable[[slice], torch.Tensor], ce_weight: float):
-        self.targets, self.teach, self.ce_weight = targets, teach, ce_weight
-
-    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
-        targets, a = self.targets[part], self.ce_weight
-        valid = (targets >= 0)[:, None]
-        index = targets.clamp_min(0)[:, None]
+    def loss_of(head: Head, hidden: torch.Tensor, part: slice, need: bool) -> tuple[torch.Tensor, Any]:
+        valid = (targets[part] >= 0)[:, None]
+        index = targets[part].clamp_min(0)[:, None]
         log_q = torch.log_softmax(hidden.to(head.weight.dtype) @ head.weight.T, -1, dtype=torch.float32)
-        log_p = torch.log_softmax(self.teach(part), -1, dtype=torch.float32)
+        log_p = torch.log_softmax(teach(part), -1, dtype=torch.float32)
         cross_entropy = -(log_q.gather(1, index) * valid).sum()
         p = log_p.exp()
         kl = (torch.linalg.vecdot(p, log_p.sub_(log_q)) * valid[:, 0]).sum()
@@ -147,24 +142,25 @@ class PlainDistillation:
         d_logits = d_logits.to(head.weight.dtype).mul_(valid)
         return stats, (d_logits @ head.weight, d_logits.T @ hidden.to(d_logits.dtype))
 
+    return loss_of
 
-class AnyRows:
-    """Any loss of logits, by autograd through one chunk: `loss_of(logits, rows)` gives (1 + metrics,), [0] the loss."""
 
-    def __init__(self, loss_of: RowLoss):
-        self.loss_of = loss_of
+def by_autograd(rows_loss: Callable[[torch.Tensor, slice], torch.Tensor]) -> ChunkLoss:
+    """Any loss of logits, through one chunk's graph: `rows_loss(logits, rows)` gives (1 + metrics,), [0] the loss."""
 
-    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
+    def loss_of(head: Head, hidden: torch.Tensor, part: slice, need: bool) -> tuple[torch.Tensor, Any]:
         if not need:
-            return self.loss_of(head.logits(hidden).float(), part), ()
+            return rows_loss(head.logits(hidden).float(), part), ()
         with torch.enable_grad():
             leaves = [hidden.requires_grad_(), head.weight.detach().requires_grad_()]
-            stats = self.loss_of(Head(head.config, leaves[1]).logits(leaves[0]).float(), part)
+            stats = rows_loss(Head(head.config, leaves[1]).logits(leaves[0]).float(), part)
             grads = torch.autograd.grad(stats[0], leaves)
         return stats.detach(), grads
 
+    return loss_of
 
-def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+
+def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: ChunkLoss, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss summed over rows, metrics summed over rows) of the head's logits on hidden states (N, hidden_size).
 
     The head module itself is called once, with our forward in place of its own, so that the hooks by which FSDP and

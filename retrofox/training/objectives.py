@@ -16,12 +16,12 @@ from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.planning.steps import chunk_rows, recomputed_layers
 from retrofox.training.chunked_loss import (
-    AnyRows,
     Head,
-    PlainCrossEntropy,
-    PlainDistillation,
+    by_autograd,
     choose_cross_entropy,
     is_plain_head,
+    plain_cross_entropy,
+    plain_distillation,
     sum_over_rows,
 )
 from retrofox.training.document_attention import attends_by_document
@@ -65,7 +65,7 @@ class Extend:
             def cross_entropy_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
                 return F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)[None]
 
-            loss_of = PlainCrossEntropy(targets) if self.plain else AnyRows(cross_entropy_of)
+            loss_of = plain_cross_entropy(targets) if self.plain else by_autograd(cross_entropy_of)
             return sum_over_rows(model, hidden, loss_of, self.rows)
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -117,8 +117,8 @@ class Distill:
 
         hidden = hidden_states(model, batch).flatten(0, 1)
         if self.plain:
-            return sum_over_rows(model, hidden, PlainDistillation(targets, teach, self.ce_weight), self.rows)
-        return sum_over_rows(model, hidden, AnyRows(loss_of), self.rows)
+            return sum_over_rows(model, hidden, plain_distillation(targets, teach, self.ce_weight), self.rows)
+        return sum_over_rows(model, hidden, by_autograd(loss_of), self.rows)
 
 
 class Align:
