@@ -38,6 +38,14 @@ def source(function: Any) -> str:
     return text[text.index("def ") :]
 
 
+def normed(norm: Any, x: torch.Tensor, new: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + new, its norm)."""
+    if takes(x, norm.weight) and (new is None or (new.dtype == x.dtype and new.shape == x.shape)):
+        return add_norm(x, new, norm.weight, norm.variance_epsilon)
+    x = x if new is None else x + new
+    return x, type(norm).forward(norm, x)
+
+
 class ResidualFusion:
     """Fuses each residual sum of a decoder's plain layers into the norm that reads it.
 
@@ -48,20 +56,13 @@ class ResidualFusion:
         self.last = last
         self.pending: torch.Tensor | None = None
 
-    def normed(self, norm: Any, x: torch.Tensor, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + new, its norm)."""
-        if takes(x, norm.weight) and (new is None or (new.dtype == x.dtype and new.shape == x.shape)):
-            return add_norm(x, new, norm.weight, norm.variance_epsilon)
-        x = x if new is None else x + new
-        return x, type(norm).forward(norm, x)
-
     def layer(self, module: Any) -> Any:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             new, self.pending = self.pending, None
-            x, h = self.normed(module.input_layernorm, hidden_states, new)
+            x, h = normed(module.input_layernorm, hidden_states, new)
             del hidden_states, new  # a long prompt's need not be there during its attention and MLP
             attended, _ = module.self_attn(hidden_states=h, **dict(zip(ORDER, args, strict=False)), **kwargs)
-            x, h = self.normed(module.post_attention_layernorm, x, attended)
+            x, h = normed(module.post_attention_layernorm, x, attended)
             del attended
             self.pending = module.mlp(h)
             return x
@@ -70,7 +71,7 @@ class ResidualFusion:
 
     def end(self, hidden_states: torch.Tensor) -> torch.Tensor:
         new, self.pending = self.pending, None
-        return self.normed(self.last, hidden_states, new)[1]
+        return normed(self.last, hidden_states, new)[1]
 
 
 ORDER = ("attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings")
@@ -78,9 +79,7 @@ ORDER = ("attention_mask", "position_ids", CACHE, "use_cache", "position_embeddi
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    if takes(x, module.weight):
-        return add_norm(x, None, module.weight, module.variance_epsilon)[1]
-    return type(module).forward(module, x)
+    return normed(module, x)[1]
 
 
 def gated_mlp(module: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from retrofox.evaluation.statistics import paired_difference
+from retrofox.loading.errors import first_line
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import print_table
 
@@ -170,8 +171,7 @@ def find_tasks(
     try:
         loaded = manager.load(names)
     except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:  # no network, a broken task file
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the tasks {', '.join(names)} can't be loaded: {why}") from error
+        raise ValueError(f"the tasks {', '.join(names)} can't be loaded: {first_line(error)}") from error
     for task in loaded["tasks"].values():  # as lm-eval's own command does
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
