@@ -50,11 +50,7 @@ def register_when_imported() -> None:
 
 
 def register(auto: Any) -> None:
-    """Registers every family's config class, whose `from_dict` registers its model classes.
-
-    Args:
-        auto: the module AUTO.
-    """
+    """Registers the config classes of all families with `auto`, the module AUTO; reading one registers its models."""
     configs = importlib.import_module("retrofox.model.configuration_fox")
     for model_type, prefix in configs.SUPPORTED.items():
         config_class = getattr(configs, f"Fox{prefix}Config")

@@ -159,11 +159,7 @@ def licence_in(text: str) -> dict[str, str]:
 
 
 def licence_of(source: object, revision: str | None = None) -> dict[str, str]:
-    """The licence fields of a model's card, in its directory or on the Hub; empty where no card can be read.
-
-    Args:
-        source: a directory, a Hub id, or anything else, which has no card.
-    """
+    """The licence fields of a model's card, in its directory or on the Hub; empty without a card that can be read."""
     if not isinstance(source, (str, Path)):
         return {}
     file = Path(source) / "README.md"

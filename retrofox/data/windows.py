@@ -15,14 +15,7 @@ from retrofox.data.sources import Text, as_source, listed, resolve
 
 
 def documents(sources: Sequence[Text], tokenizer: Any, *, text_field: str = "text") -> Iterator[tuple[str, np.ndarray]]:
-    """Whole documents for evaluation, one after the other: (name, tokens int32), as training sees them (EOS last).
-
-    Args:
-        sources: paths as in `data.sources.resolve`, or sources.
-
-    Raises:
-        FileNotFoundError, ValueError: as `prepare_sources`.
-    """
+    """Whole documents for evaluation, one after the other: (name, tokens int32), as training sees them (EOS last)."""
     for source in sources:
         given = as_source(source)
         reading = Reading.of(given, text_field)

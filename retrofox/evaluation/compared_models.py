@@ -66,11 +66,6 @@ def compare(
 ) -> Comparison:
     """The models to compare; refuses those that can't be measured before any weights are loaded.
 
-    Args:
-        against: one model, several or None.
-        sources: the texts.
-        out: where results go.
-
     Raises:
         FileNotFoundError: a text that is not there.
         ValueError: results that can't go to `out`, a device or dtype that can't be, another tokenizer.

@@ -205,12 +205,7 @@ def print_tasks(
     reference: str,
     console: Console,
 ) -> None:
-    """A table of metrics, and one of their differences with standard error and p.
-
-    Args:
-        tasks: {model: {task: {metric: value}}}.
-        changes: the result of `differences`; names: the models' names.
-    """
+    """A table of metrics, and one of their `differences` with standard error and p, under the models' names."""
     rows = [
         [task, metric, *(_cell(results[task], metric) for results in tasks.values())]
         for task, metrics in next(iter(tasks.values())).items()

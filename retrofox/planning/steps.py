@@ -32,11 +32,7 @@ def count_steps(stage: Stage, batch_tokens: int) -> int:
 
 
 def stage_rows(stages: Sequence[Stage], batch_tokens: Sequence[int], number: int) -> range:
-    """Global rows, in the data's order, that a stage reads: it goes on behind earlier stages of its length.
-
-    Args:
-        batch_tokens: tokens per optimizer step, of each stage.
-    """
+    """Global rows, in the data's order, that a stage reads: it goes on behind earlier stages of its length."""
     length = stages[number].sequence_length
     first = rows = 0
     for stage, tokens in zip(stages[: number + 1], batch_tokens, strict=False):

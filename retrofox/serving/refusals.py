@@ -27,11 +27,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def refusal(base_type: str, spec: FoxSpec, paged: bool = True) -> str | None:
-    """Why a converted model can't be served, in one line; None if it can.
-
-    Args:
-        paged: whether our own kernels attend, as on an NVIDIA GPU, or vLLM's, as on a CPU.
-    """
+    """Why a converted model can't be served, in one line, or None; `paged`: by our own kernels, as on an NVIDIA GPU."""
     if base_type not in SERVED:
         return f"converted {base_type} models are not served yet; served are: {', '.join(SERVED)}"
     shifts = [part for part in spec.pro if part.endswith("-shift")]

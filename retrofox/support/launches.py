@@ -16,11 +16,7 @@ def processes() -> int:
 
 
 def shards_weights(*by: str) -> bool:
-    """Whether accelerate launched this process to split weights, gradients or optimizer.
-
-    Args:
-        by: "FSDP", "DEEPSPEED"; any of the two if none is named.
-    """
+    """Whether accelerate launched this process to split weights, gradients or optimizer, by "FSDP" or "DEEPSPEED"."""
     names = by or ("FSDP", "DEEPSPEED")
     return any(os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in names)
 

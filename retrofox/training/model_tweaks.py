@@ -114,11 +114,7 @@ def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def recompute(model: Any, which: str | int, offload: bool = False) -> int:
-    """Turns on activation recomputation: "none", "full", or every n-th layer; returns how many layers recompute.
-
-    Args:
-        offload: the checkpoints, inputs of the layers that recompute, wait in CPU memory.
-    """
+    """Recomputes no layer ("none"), all ("full") or every n-th, with `offload` from CPU memory; returns how many."""
     layers = decoder_layers(model)
     chosen = recomputed_layers(which, len(layers))
     function = Offload().run if offload else functools.partial(checkpoint, use_reentrant=False)

@@ -214,11 +214,7 @@ def _adapters_off(model: Any) -> Iterator[None]:
 
 
 def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any = None) -> Any:
-    """The objective of a stage for a model, on a device.
-
-    Args:
-        teacher: the original as a second model, where the stage needs one.
-    """
+    """The objective of a stage, for a model on a device; `teacher`: the original, where it is a second model."""
     if isinstance(stage, DistillStage):
         return Distill(model, stage, device, teacher)
     if stage.objective == "align":

@@ -29,11 +29,7 @@ EXPERTS = ("experts", "gate", "router")
 
 
 def tile_modules(model: Any, which: str | int) -> int:
-    """Tiles the MLPs of a model's layers, or undoes it ("none"); returns how many.
-
-    Args:
-        which: "none", "auto" or tokens of a tile.
-    """
+    """Tiles the MLPs of a model's layers, "auto" or by tokens of a tile, or undoes it ("none"); returns how many."""
     mlps = 0
     for layer in decoder_layers(model):
         module: Any = getattr(layer, "mlp", None)
