@@ -30,9 +30,9 @@ from measured_arms import (
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "unbounded-24M")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
-    *("ramp-log8k", "near-ramp", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "skips-64k", "skips-log"),
-    *("broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M", "unbounded-again", "unbounded"),
-    "default",
+    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
+    *("skips-64k", "skips-log", "broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M"),
+    *("unbounded-again", "unbounded", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])

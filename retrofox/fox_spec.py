@@ -61,6 +61,8 @@ class FoxSpec(FoxFields):
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
         rope_length: "interpolate": tokens of the base's training context, which decides the pairs that are slowed;
             None = as its config says.
+        yarn_layers: "interpolate": in how many of the first layers the pairs between fast and slow ones are slowed as
+            little as in the code of YaRN's authors, and not as in their paper.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
             mapping such as {0: .inf, 20: 0}.
@@ -187,7 +189,7 @@ def idle_fields(rope: str | None, gate: str, init: str) -> dict[str, str]:
     """Field of a FoxSpec that these values of three others leave without effect -> which of the three does so."""
     idle: dict[str, str] = {}
     if rope != "interpolate":
-        idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
+        idle |= dict.fromkeys(("rope_factor", "rope_length", "yarn_layers"), "rope")
     if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
     idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")  # state, see FoxSpec

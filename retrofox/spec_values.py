@@ -17,6 +17,7 @@ TOKENS = frozenset(
 NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "rope_factor": (lambda x: 1 <= x < math.inf, "a number from 1 on, times the trained length"),
     "rope_length": (lambda x: 1 <= x < math.inf, "a trained length in tokens, 1 or more"),
+    "yarn_layers": (lambda x: isinstance(x, int) and x >= 0, "a number of layers, 0 or more"),
     "max_wavelength": (lambda x: x > 0, "a positive number of tokens"),
     "max_half_life": (lambda x: 1 <= x < math.inf, "a number of tokens, 1 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),

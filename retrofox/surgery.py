@@ -148,6 +148,8 @@ def _check_places(config: Any, spec: FoxSpec) -> None:
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
     if too_deep:
         raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
+    if spec.yarn_layers > layers:
+        raise ValueError(f"yarn_layers {spec.yarn_layers}: the model has {layers} layers")
     require_heads(spec.open_heads, layers, kv_heads_of(config))
 
 

@@ -277,7 +277,8 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     if spec.rope in ("keep", "drop"):
         return [float(spec.rope == "keep")] * len(inv_freq)
     if spec.rope == "interpolate":
-        return interpolated(inv_freq, spec.known("rope_length"), spec.known("rope_factor"))
+        length, factor = spec.known("rope_length"), spec.known("rope_factor")
+        return interpolated(inv_freq, length, factor, by_index=layer_idx < spec.yarn_layers)
     dropped = spec.rope == "anneal" and spec.anneal_to == "drop"
     target = [0.0] * len(inv_freq) if dropped else _up_to(inv_freq, spec.known("max_wavelength"))
     if spec.rope == "anneal":
@@ -288,15 +289,17 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     return target
 
 
-def interpolated(inv_freq: list[float], trained_length: float, factor: float) -> list[float]:
+def interpolated(inv_freq: list[float], trained_length: float, factor: float, by_index: bool = False) -> list[float]:
     """Fades that stretch slow pairs: fade = g + (1 - g) / factor, g = clip((r - 1) / (32 - 1), 0, 1).
 
     r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length. Pairs that turn 32 times
-    or more stay. Those that turn less than once would meet unseen angles: they turn `factor` times slower.
-    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature.
+    or more stay. Those that turn less than once would meet unseen angles: they turn `factor` times slower. `by_index`:
+    g = clip(ln r / ln 32, 0, 1), linear in a pair's index, which slows the pairs between less.
+    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature; its
+    authors' code goes by the index.
     """
-    turns = [trained_length * w / (2 * math.pi) for w in inv_freq]
-    kept = [min(1.0, max(0.0, (r - 1.0) / (32.0 - 1.0))) for r in turns]
+    turns = [min(32.0, max(1.0, trained_length * w / (2 * math.pi))) for w in inv_freq]
+    kept = [math.log(r) / math.log(32.0) if by_index else (r - 1.0) / (32.0 - 1.0) for r in turns]
     return [g + (1.0 - g) / factor for g in kept]
 
 

@@ -208,6 +208,8 @@ def test_interpolation_is_the_ramp_of_yarn():
     assert len(ends) > 16
     assert torch.allclose(ours[ends], theirs[ends], rtol=1e-5)
     assert ours.diff().max() < 0  # a pair stays slower than the one before it
+    by_index = torch.tensor(plain) * torch.tensor(interpolated(plain, 8192, 4.0, by_index=True))
+    assert torch.allclose(by_index, theirs, rtol=1e-5)
 
 
 def test_interpolation_is_the_default_and_its_length_is_the_bases():
@@ -220,6 +222,12 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
         times = 4 if kind == "default" else 1
         assert stretched.max_position_embeddings == times * base.max_position_embeddings
         assert trained_length(stretched) == trained_length(base)
+    first, second = (m.rotary_fade for _, m in attentions(convert(make_base("default"), yarn_layers=1)))
+    assert first.fade == interpolated(first.inv_freq, 64, 8.0, by_index=True) != second.fade
+    assert second.fade == interpolated(second.inv_freq, 64, 8.0)
+    for wrong in (3, -1, 0.5):  # of two layers
+        with pytest.raises(ValueError, match="yarn_layers"):
+            convert(make_base("default"), yarn_layers=wrong)
     assert FoxSpec(max_wavelength=100).rope == "partial"
     for wrong in (0.5, -1.0, math.inf):
         with pytest.raises(ValueError, match="rope_factor must be"):
