@@ -200,16 +200,20 @@ def attention_row(bench: Bench, case: str, length: int, split: Degrees) -> dict[
 
 def overlap_of_heads(bench, mesh, inputs, parts, do_part, here, options, seconds: float) -> dict[str, Any]:
     """What trading heads costs by itself, and how much of that the whole does not show."""
-    u = mesh.degrees.ulysses
-    own = [x[:, : x.shape[1] // u] for x in inputs[:3]] + [inputs[3][..., : inputs[3].shape[2] // u]]
+    u, kv_heads = mesh.degrees.ulysses, inputs[1].shape[1]
+
+    def of_first(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.unflatten(dim, (kv_heads // u, u, -1)).select(dim + 1, 0).flatten(dim, dim + 1)
+
+    own = [of_first(x, dim) for x, dim in zip(inputs, (1, 1, 1, 2), strict=True)]
     do = do_part.new_ones(1, inputs[0].shape[2], own[0].shape[1], own[0].shape[3])
     computing = bench.seconds(lambda: both_ways(alone(here, options), own, do))
 
     def trade() -> None:
-        x = heads_for_tokens(mesh, *(x.transpose(1, 2) for x in parts[:3]))
-        heads_for_tokens(mesh, parts[3][..., None])
+        x = heads_for_tokens(mesh, kv_heads, *(x.transpose(1, 2) for x in parts[:3]))
+        heads_for_tokens(mesh, kv_heads, parts[3][..., None])
         for _ in range(3):  # o; back: do, then dq, dk and dv with dlog_f
-            tokens_for_heads(mesh, x[0])
+            tokens_for_heads(mesh, kv_heads, x[0])
 
     moving = bench.seconds(trade)
     hidden = max(0.0, min(1.0, 1 - (seconds - computing) / moving))

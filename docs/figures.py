@@ -129,7 +129,7 @@ def long_training() -> str:
 def context_parallel() -> str:
     """A row on two GPUs beside one alone, from context_parallel.json."""
     what = {"attention": "one layer's attention", "step": "the whole model"}
-    documents = {"dense": "one, gates open", "packed": "several"}
+    documents = {"dense": "one, gates open", "packed": "several", "gates": "one, half-lives of 16 tokens to a row"}
     rows = [
         [
             what[row["kind"]],
@@ -146,7 +146,7 @@ def context_parallel() -> str:
 
 def several_gpus() -> str:
     """Speed of a GPU of two, over that of one alone, from fsdp.json."""
-    names = {"ddp": "DDP", "step": "FSDP2", "clip": "FSDP2", "kept": "FSDP2, kept"}
+    names = {"ddp": "DDP", "step": "FSDP2", "kept": "FSDP2, kept"}
     rows = [
         [row["shape"], row["window"], names[row["variant"]], f"{row['ratio']:.2f}", f"{row['peak_memory_gb']:.1f}"]
         for row in read("fsdp.json")["rows"]

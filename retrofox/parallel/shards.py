@@ -99,15 +99,16 @@ class Shards:
         width = value.shape[-1]
         if width < query.shape[-1]:  # one exchange takes one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        q, k, v = heads_for_tokens(self.mesh, *(x.transpose(1, 2) for x in (query, key, value)))
-        gates = heads_for_tokens(self.mesh, log_f[..., None])[0][..., 0]
+        kv_heads = key.shape[1]
+        q, k, v = heads_for_tokens(self.mesh, kv_heads, *(x.transpose(1, 2) for x in (query, key, value)))
+        gates = heads_for_tokens(self.mesh, kv_heads, log_f[..., None])[0][..., 0]
         if self.mesh.degrees.zigzag == 1:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = locally(q, k, v, gates, self.cu_seqlens, options)
         else:
             documents = [self.rows.documents(row) for row in range(self.rows.batch)]
             out = zigzag_attention(self.mesh, documents, q, k, v, gates, options, locally)
-        return tokens_for_heads(self.mesh, out)[..., :width]
+        return tokens_for_heads(self.mesh, kv_heads, out)[..., :width]
 
     def shifted(
         self,

@@ -2,7 +2,8 @@
 
     (B, t, heads) on each of U processes  <->  (B, U t, heads / U)
 
-Query heads go with the key/value head that they share. Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
+Query heads go with the key/value head that they share. These are dealt in turn, as neighbours often look alike far.
+Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ def _exchanged(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return result
 
 
-def heads_for_tokens(mesh: Mesh, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def heads_for_tokens(mesh: Mesh, kv_heads: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Tensors (B, t, heads_n, D) of one dtype and D -> (B, U t, heads_n / U, D) each, in one exchange."""
     u = mesh.degrees.ulysses
     if u == 1:
         return list(tensors)
-    widths = [x.shape[2] // u for x in tensors]
-    parts = torch.cat([x.unflatten(2, (u, width)) for x, width in zip(tensors, widths, strict=True)], 3)
+    dealt = [x.unflatten(2, (kv_heads // u, u, -1)).transpose(2, 3).flatten(3, 4) for x in tensors]
+    parts = torch.cat(dealt, 3)  # (B, t, U, heads, D)
     got = _Trade.apply(parts.permute(2, 0, 1, 3, 4), mesh)  # (U, B, t, heads, D), by sender
     rows = got.transpose(0, 1).flatten(1, 2)
-    return list(rows.split(widths, 2))
+    return list(rows.split([x.shape[3] for x in dealt], 2))
 
 
-def tokens_for_heads(mesh: Mesh, x: torch.Tensor) -> torch.Tensor:
+def tokens_for_heads(mesh: Mesh, kv_heads: int, x: torch.Tensor) -> torch.Tensor:
     """(B, U t, heads / U, D) -> (B, t, heads, D)."""
     u = mesh.degrees.ulysses
     if u == 1:
         return x
     got = _Trade.apply(x.unflatten(1, (u, -1)).transpose(0, 1), mesh)  # (U, B, t, heads / U, D), by sender
-    return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return got.permute(1, 2, 0, 3, 4).unflatten(3, (kv_heads // u, -1)).transpose(2, 3).flatten(2, 4)
