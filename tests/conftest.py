@@ -21,6 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start; read when torch is imported
 import torch
 
+from tests.interpreting import report as report
 from tests.remote_code import remote_code as remote_code
 
 PICO = {

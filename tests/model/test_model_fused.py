@@ -1,11 +1,6 @@
 """A model whose layers use the fused kernels against the same model without them, in Triton's interpreter."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,16 +206,9 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def report():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "kernels" / "interpreted.py"), __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def in_interpreter() -> dict[str, Any]:
+    found = {name: run(name) for name in CASES}
+    return found | {f"steps, {name}": run_steps(name) for name in STEPS}
 
 
 @pytest.mark.timeout(600)
@@ -238,8 +226,3 @@ def test_a_captured_step_of_a_layer_is_few_launches(name, report):
     found = report[f"steps, {name}"]
     assert found["error"] < 1e-5
     assert (found["kernels"], found["operators"]) == STEPS[name][3:]
-
-
-if __name__ == "__main__":
-    found = {name: run(name) for name in CASES}
-    print(json.dumps(found | {f"steps, {name}": run_steps(name) for name in STEPS}))

@@ -1,11 +1,5 @@
 """The kernels over pages against float64: in Triton's interpreter, and on a GPU by `pytest -m gpu`."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,6 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from tests.serving import paged_texts
 from tests.serving.paged_texts import ATTENDED, PAST, SHAPES, attended, everything
+
+IN_INTERPRETER = paged_texts.__file__
 
 
 def check_written(found):
@@ -30,34 +26,22 @@ def check_gathered(found):
     assert found["log_f"] <= 1e-7
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """`everything`, from `paged_texts` run as a program with Triton's interpreter on."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    runner = Path(__file__).parents[1] / "kernels" / "interpreted.py"
-    done = subprocess.run(
-        [sys.executable, str(runner), paged_texts.__file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("name", SHAPES)
-def test_new_tokens_are_in_their_rows_with_c_in_the_interpreter(interpreted, name):
-    check_written(interpreted["write"][name])
+def test_new_tokens_are_in_their_rows_with_c_in_the_interpreter(report, name):
+    check_written(report["write"][name])
 
 
 @pytest.mark.parametrize("name", ATTENDED)
-def test_tokens_attend_to_their_pages_in_the_interpreter(interpreted, name):
+def test_tokens_attend_to_their_pages_in_the_interpreter(report, name):
     """With a horizon not to blocks that no head of the group sees: these are poisoned."""
-    found = interpreted["attend"][name]
+    found = report["attend"][name]
     check_attended(found)
     assert "horizon" not in ATTENDED[name] or name == "a window within a horizon" or found["poisoned"] >= 64
 
 
 @pytest.mark.parametrize("name", PAST)
-def test_the_kernel_copies_a_past_in_the_interpreter(interpreted, name):
-    check_gathered(interpreted["gather"][name])
+def test_the_kernel_copies_a_past_in_the_interpreter(report, name):
+    check_gathered(report["gather"][name])
 
 
 @pytest.mark.gpu

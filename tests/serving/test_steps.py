@@ -1,11 +1,6 @@
 """Steps of a server as on a GPU, with neither GPU nor vLLM: its mixins over a bare backend, kernels interpreted."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,18 +120,13 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
     return {"readings": readings, "errors": errors}
 
 
-def printed(*command: str) -> dict:
-    """What this file prints, run as a program, interpreted unless on a GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": str(int("cuda" not in command)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def in_interpreter() -> dict[str, dict]:
+    return {str(horizon): serve(horizon=horizon) for horizon in (None, 3.0)}
 
 
-@pytest.mark.parametrize("horizon", [None, "3.0"])
-def test_steps_of_all_kinds_give_forgetting_attention(horizon):
-    runner = str(Path(__file__).parents[1] / "kernels" / "interpreted.py")
-    found = printed(runner, __file__, *([horizon] if horizon else []))
+@pytest.mark.parametrize("horizon", ["None", "3.0"])
+def test_steps_of_all_kinds_give_forgetting_attention(horizon, report):
+    found = report[horizon]
     assert found["readings"] == {
         "texts begin, long and short": [3, [0, 0, 0], [[0, 2]]],
         "a chunk, a text that begins, decoding": [2, None, [[20, 1], [0, 1]]],
@@ -148,13 +138,8 @@ def test_steps_of_all_kinds_give_forgetting_attention(horizon):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_two_layers_on_a_gpu():
-    found = printed(__file__, "cuda")
+def test_two_layers_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("retrofox.serving.prefill.LONG", 16)  # and back, as `serve` sets it
+    found = serve("cuda", times=8)
     assert len(found["errors"]) == 8
     assert all(error < 2**-6 for error in found["errors"])
-
-
-if __name__ == "__main__":
-    horizons = [float(argument) for argument in sys.argv[1:] if argument != "cuda"]
-    on = {"device": "cuda", "times": 8} if "cuda" in sys.argv else {}
-    print(json.dumps(serve(**on, horizon=horizons[0] if horizons else None)))
