@@ -1,4 +1,4 @@
-"""The promises on SmolLM2-135M itself; the demo fetches it (`make test` runs the demo first)."""
+"""The promises on SmolLM2-135M itself; the demo fetches and dequantises it (`make test` runs the demo first)."""
 
 import os
 from pathlib import Path
@@ -12,13 +12,13 @@ from retrofox.conversion.verify import TEXT
 from retrofox.loading.base import load_base
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"
-GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-pytestmark = pytest.mark.skipif(not GGUF.is_file(), reason="SmolLM2-135M is not here: `make demo` fetches it")
+MODEL = CACHE / "SmolLM2-135M-Instruct.Q4_1"
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="SmolLM2-135M is not here: `make demo` fetches it")
 
 
 @pytest.fixture(scope="module")
 def base():
-    model, tokenizer = load_base(GGUF)
+    model, tokenizer = load_base(MODEL)
     return model.eval(), tokenizer
 
 
