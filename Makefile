@@ -9,6 +9,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Not all that is installed is imported: Python compiles what is, once, even where the environment says not to keep that.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/python -m pip install -q --no-compile
 # Without a GPU: the CPU build of torch, as PyPI's build for Linux brings gigabytes of CUDA. Where pip's own sources lack it, it
 # comes from PyTorch's index; where that can't be reached either, PyPI's build will do. Triton's interpreter needs numpy before
 # 2.4. Where torch brings no Triton, the version is the one for which the tests know registers and spills.
@@ -64,7 +67,7 @@ test-oldest test-newest: test-%: .%/.ready
 .oldest/.ready: RESOLUTION := lowest-direct
 .newest/.ready: RESOLUTION := highest
 .oldest/.ready .newest/.ready: %/.ready: pyproject.toml $(VENV)/.ready
-	$(BIN)/python -m pip install -q uv
+	$(INSTALL) uv
 	$(BIN)/uv venv -q --clear --python $(BIN)/python $*
 	$(BIN)/uv pip install -q --python $*/bin/python --resolution $(RESOLUTION) .
 	$(BIN)/uv pip install -q --python $*/bin/python pytest pytest-timeout pytest-xdist hypothesis "numpy<2.4"
@@ -85,15 +88,15 @@ $(VLLM_VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/pip || { $(PYTHON) -c "$(CHECK)" && $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(INSTALL) --upgrade pip
 ifdef GPU
-	$(BIN)/python -m pip install -q $(TORCH)
+	$(INSTALL) $(TORCH)
 else
-	$(BIN)/python -m pip install -q $(TORCH) 2>/dev/null || \
-	$(BIN)/python -m pip install -q --retries 1 --extra-index-url $(CPU_INDEX) $(subst +cpu,,$(TORCH))
+	$(INSTALL) $(TORCH) 2>/dev/null || \
+	$(INSTALL) --retries 1 --extra-index-url $(CPU_INDEX) $(subst +cpu,,$(TORCH))
 endif
-	test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q "$(TRITON)"
-	$(BIN)/python -m pip install -q -e ".[test]"
+	test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) "$(TRITON)"
+	$(INSTALL) -e ".[test]"
 	touch $@
 
 clean:
