@@ -56,16 +56,16 @@ PRELOADED = [
 ]  # fmt: skip
 """Modules that a launched process finds imported."""
 
-
 LONGEST = [
-    "kernels/test_interpreter.py", "kernels/test_decode.py", "kernels/test_compile.py", "training/test_resume.py",
-    "reporting/test_report.py", "evaluation/test_evaluate.py", "hub/test_hub.py", "training/test_interruptions.py",
-    "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_helpers_compile.py",
-    "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
-    "evaluation/test_needle.py", "conversion/test_artefact.py",
+    "test_registration.py", "training/test_resume.py", "training/test_context.py", "model/test_model_fused.py",
+    "kernels/test_compile.py", "reporting/test_report.py", "kernels/test_interpreter.py", "kernels/test_decode.py",
+    "test_release.py", "serving/test_paged_kernels.py", "serving/test_steps.py", "evaluation/test_evaluate.py",
+    "hub/test_hub.py", "training/test_interruptions.py", "training/test_train.py", "training/test_signals.py",
+    "training/test_launches.py", "kernels/test_helpers_compile.py", "training/test_lora.py", "kernels/test_hopper.py",
+    "planning/test_plan.py", "reporting/test_page.py", "evaluation/test_needle.py", "conversion/test_artefact.py",
     "parallel/test_shared_rows.py",
 ]  # fmt: skip
-"""Files that take longest, from 60 s to 20 s: they come first, so that none is left to one process at the end."""
+"""Files that take longest, from 45 s to 20 s: they come first, so that none is left to one process at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
