@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 TOKENS = frozenset(
@@ -97,8 +97,14 @@ def open_heads_of(value: Any, measured: bool) -> int | tuple[tuple[int, int], ..
     return tuple(sorted({(layer, kv_head) for layer, kv_head in pairs}))
 
 
-def require_heads(open_heads: int | Sequence[Sequence[int]], layers: int, kv_heads: int) -> None:
-    """Raises ValueError for open heads, as `open_heads_of` returns them, that a model lacks."""
+def require_places(spec: Any, layers: int, kv_heads: int) -> None:
+    """Raises ValueError where a FoxSpec names layers or open heads that a model lacks."""
+    too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
+    if too_deep:
+        raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
+    if spec.yarn_layers > layers:
+        raise ValueError(f"yarn_layers {spec.yarn_layers}: the model has {layers} layers")
+    open_heads = spec.open_heads
     if isinstance(open_heads, int):
         lacking = open_heads > layers * kv_heads
     else:

@@ -23,7 +23,7 @@ from retrofox.loading.converted import savable
 from retrofox.loading.errors import opening
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED
-from retrofox.spec_values import require_heads
+from retrofox.spec_values import require_places
 from retrofox.version import __version__
 
 NO_LIMIT = 1e12
@@ -144,13 +144,7 @@ def _check_places(config: Any, spec: FoxSpec) -> None:
             f"{', '.join(per_head)}: heads of a {config.model_type} have no key and value projections of their own, "
             "but one latent for all (MLA); of the Pro parts output-norm and output-gate can be had"
         )
-    layers = config.num_hidden_layers
-    too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
-    if too_deep:
-        raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
-    if spec.yarn_layers > layers:
-        raise ValueError(f"yarn_layers {spec.yarn_layers}: the model has {layers} layers")
-    require_heads(spec.open_heads, layers, kv_heads_of(config))
+    require_places(spec, config.num_hidden_layers, kv_heads_of(config))
 
 
 def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:

@@ -11,6 +11,7 @@ from retrofox.config import DataConfig, Recipe
 from retrofox.data.packed import PackedDataset
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.support.files import FULL
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import check_folder
 
@@ -61,8 +62,14 @@ def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTo
         logger.warning("the held-out loss will be of texts that are trained on: %s", ", ".join(sorted(map(str, both))))
     options: dict[str, Any] = {"progress": progress, "text_field": data.text_field}
     options["split_special_tokens"] = data.split_special_tokens
-    train = prepare_sources(data.read_as(), tokenizer, data.cache_dir, **options)
-    held_out = prepare_sources(data.eval, tokenizer, data.cache_dir, **options) if data.eval else None
+    try:
+        train = prepare_sources(data.read_as(), tokenizer, data.cache_dir, **options)
+        held_out = prepare_sources(data.eval, tokenizer, data.cache_dir, **options) if data.eval else None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        why = f"{error.strerror}; free some disk space or name another `data.cache`: finished shards are reused"
+        raise OSError(f"{data.cache_dir} could not be written: {why}") from error
     tokens = PreparedTokens(train, held_out)
     parts = [part for part in (tokens.train, tokens.eval) if part is not None]
     made, reused = sum(part.made for part in parts), sum(part.reused for part in parts)

@@ -6,7 +6,6 @@ Durability is that of cp: after a power cut within seconds of a conversion, conv
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from retrofox.support.files import left_behind, new_file_mode
+from retrofox.support.files import FULL, left_behind, new_file_mode
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
             file.chmod(new_file_mode())
         partial.rename(out)
     except (SafetensorError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno not in FULL:
             refuse_existing(out)  # another made it meanwhile
             raise
         why = error.strerror if isinstance(error, OSError) else error

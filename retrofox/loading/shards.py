@@ -98,6 +98,7 @@ def _read_headers(shards: Shards) -> None:
 
 def header(file: Path) -> dict[str, Any]:
     """The tensors in a safetensors file: name -> dtype (as F32), shape; ValueError where it is none, or cut short."""
+    file.open("rb").close()  # of a file that may not be read, safetensors says that it is not there
     try:
         with safe_open(file, "numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict

@@ -55,8 +55,11 @@ class FoxFields:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> FoxFields:
-        """The fields of a config's `fox` section; later versions' own fields are left out."""
+        """The fields of a config's `fox` section; ValueError for one that a later version sets."""
         known = {f.name for f in fields(FoxFields)}
+        later = [name for name in values if values[name] and name not in (*known, "preset", "prune")]
+        if later:
+            raise ValueError(f"fox.{later[0]} = {values[later[0]]}: this retrofox has no such field, upgrade it")
         spec = FoxFields(**{name: value for name, value in values.items() if name in known})
         spec.layer_max_wavelength = {int(k): float(v) for k, v in spec.layer_max_wavelength.items()}
         spec.layer_pairs = {int(k): tuple(v) for k, v in spec.layer_pairs.items()}

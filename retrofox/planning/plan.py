@@ -22,7 +22,7 @@ from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, t
 from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes, refused
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
-from retrofox.spec_values import require_heads
+from retrofox.spec_values import require_places
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
 
@@ -65,8 +65,9 @@ def plan(
     spec = None if recipe.fox is None else recipe.fox.resolved(trained_length(config))
     shape = shape_of(config, spec)
     live = None
+    if spec is not None:
+        require_places(spec, shape.layers, shape.kv_heads)
     if spec is not None and spec.gate != "none":
-        require_heads(spec.open_heads, shape.layers, shape.kv_heads)
         live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
     setting = _setting(shape, recipe, on, gpus, sharding)
     stages, context = [], recipe.parallel.context

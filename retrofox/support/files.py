@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say: there is no more room for a file."""
 
 
 def new_file_mode() -> int:

@@ -87,7 +87,7 @@ def output_lock(out: Path) -> Iterator[None]:
         raise ValueError(f"{out} is in use by another run: wait for it, stop it, or choose another `output`") from None
     except (NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
+            raise OSError(f"{lock.lock_file}: {error.strerror}; another user's run? Choose another `output`") from None
         print(f"{out} is on a file system without locks: start no second run there", file=sys.stderr)
     try:
         yield

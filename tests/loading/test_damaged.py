@@ -62,9 +62,13 @@ def test_a_fixed_gate_without_its_bias_is_refused(pico_checkpoint, tmp_path, rem
     out = tmp_path / "fox"
     retrofox.convert(pico_checkpoint, out, fox=retrofox.FoxSpec(gate="fixed"), verify=False)
     change_gates(out, lambda tensors: tensors.pop(f"{LOST}.bias"))
+    config = json.loads((out / "config.json").read_text())
     for load in (retrofox.load, lambda d: AutoModelForCausalLM.from_pretrained(d, trust_remote_code=True)):
         with pytest.raises(ValueError, match=rf"lacks 1 of (the|its) .*{LOST}.bias"):
             load(out)
+    (out / "config.json").write_text(json.dumps({**config, "fox": {**config["fox"], "next_field": 3}}))
+    with pytest.raises(ValueError, match="no such field, upgrade it"):  # not only of what retrofox.load reads first
+        AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
 
 
 def test_a_base_with_tensors_that_its_model_has_no_use_for_is_converted_with_a_warning(
@@ -182,6 +186,7 @@ def test_weights_in_a_bin_file_are_not_pushed(converted):
         ("config.json", {"fox": None}, "fox section must be a mapping"),
         ("config.json", {"fox": {"rope": "interpolate"}}, "lacks rope_"),
         ("config.json", {"fox": {"open_heads": [[7, 0]]}}, "the model has 2 kv heads in each of layers 0..1"),
+        ("config.json", {"fox": {"next_field": 3}}, "fox.next_field = 3: this retrofox has no such field, upgrade it"),
         ("config.json", {"fox": {"open_heads": [[0, 2]]}}, "the model has 2 kv heads in each of layers 0..1"),
         ("config.json", {"hidden_size": 31}, "can't be opened in transformers"),
         ("tokenizer.json", None, "the tokenizer of"),
