@@ -1,16 +1,14 @@
-"""FSDP2's speed beside one GPU alone and DDP, with each thing that retrofox changes about it.
+"""FSDP2's speed beside one GPU alone and DDP.
 
     torchrun --nproc-per-node 2 benchmarks/fsdp.py --out benchmarks/fsdp.json
 
 A step: forward and backward of one micro-batch (bfloat16), clipped gradients, fused AdamW; random
 weights and tokens. ratio = seconds of every GPU alone / seconds of all together with as much work each: 1 is ideal.
-host: seconds in which Python issues a step; where they are the whole of it, the GPU waits for the host. Variants, each
-with what the one before it has:
+host: seconds in which Python issues a step; where they are the whole of it, the GPU waits for the host. Variants:
 
-    before   gates one by one, then accelerate's: layers one by one, gradients and loss in bfloat16
-    gates    all gates in the root's unit; gradients and loss in float32; the next unit gathered ahead
-    units    layers together in units of 24M parameters
-    step     AdamW on each GPU's part of the tensors, without DTensor between: this is what `retrofox train` does
+    alone, ddp
+    step     FSDP2 as `retrofox train` runs it: layers in units of 24M parameters, gradients and loss in float32,
+             AdamW on each GPU's part of the tensors, without DTensor between
     kept     weights stay gathered between forward and backward (fsdp_reshard_after_forward: false)
 
 loss: after the last step, the mean over all GPUs' tokens; all but "alone" saw the same ones.
@@ -25,13 +23,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from context_parallel import SHAPES as LONG
 from model_shapes import SMOLLM2
 from provenance import out_file, provenance
@@ -44,14 +41,14 @@ from retrofox.data.packed import IGNORE
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
 from retrofox.training.objectives import Extend
 from retrofox.training.param_groups import parameter_groups, set_trainable
-from retrofox.training.sharding import UNIT, shard, shard_new_modules, step_locally
+from retrofox.training.sharding import UNIT, shard, step_locally
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": SMOLLM2,
     "llama-3.2-1b": LONG["llama-3.2-1b"],
     "pico": LONG["pico"],
 }
-VARIANTS = ("alone", "ddp", "before", "gates", "units", "step", "kept")
+VARIANTS = ("alone", "ddp", "step", "kept")
 TARGETS = {"smollm2": 0.80, "llama-3.2-1b": 0.90}
 
 
@@ -95,7 +92,7 @@ class Cell:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, stage), betas=(stage.betas[0], stage.betas[1]), fused=True
         )
-        if variant in ("step", "kept"):
+        if sharded:
             step_locally(self.optimizer)
         ids = torch.randint(config.vocab_size, (max(1, tokens // window), window),
                             generator=torch.Generator().manual_seed(dist.get_rank()))  # fmt: skip
@@ -112,15 +109,7 @@ class Cell:
         )
         if self.cuda:
             plugin.set_mixed_precision("bf16")
-        if self.variant == "before":
-            shard_new_modules(self.model)
-            accelerator: Any = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16" if self.cuda else "no",
-                is_main_process=dist.get_rank() == 0, device=self.device,
-            )  # fmt: skip
-            fsdp2_prepare_model(accelerator, self.model)
-        else:
-            shard(self.model, plugin, least=1 if self.variant == "gates" else self.options.unit)
+        shard(self.model, plugin, least=self.options.unit)
 
     def step(self) -> torch.Tensor:
         """One optimizer step; the sum of this process's losses."""

@@ -1,7 +1,8 @@
 """Planned memory beside what GPUs measured: within a tenth of every training run in benchmarks/.
 
-No training runs are the step of context_parallel.json, which has no optimizer, and the variants that only
-benchmarks/fsdp.py has. The 58.2 GB of retrofit/arms.json's "control" are of masks; SDPA is called by document since.
+No training run is the step of context_parallel.json, which has no optimizer; weights that stay gathered
+(benchmarks/fsdp.py) are not counted. The 58.2 GB of retrofit/arms.json's "control" are of masks; SDPA is called by
+document since.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def test_long_rows(row):
     assert found == pytest.approx(row["peak_memory_gb"], rel=0.1)
 
 
-GPUS = {"alone": ONE, "ddp": Setting(2), "step": Setting(2, "fsdp2"), "clip": Setting(2, "fsdp2")}
-"""Variants of benchmarks/fsdp.py that `train` can run; clip is its FSDP2."""
+GPUS = {"alone": ONE, "ddp": Setting(2), "step": Setting(2, "fsdp2")}
 
 
 @pytest.mark.parametrize(
