@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from retrofox.config_values import kv_heads_of
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
-from retrofox.model.configuration_fox import FoxFields
 from retrofox.spec_values import require_places
 
 if TYPE_CHECKING:
@@ -41,11 +40,11 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values.get("model_type", "").startswith("fox_"):
-            FoxFields.read(values.get("fox") or {})
             spec = FoxSpec.from_dict(values.get("fox"))
             require_places(spec, values["num_hidden_layers"], kv_heads_of(values))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no model's config ({error}): download it, or convert its base, again") from error
+        advice = "download it, or convert its base, again; what a later retrofox has written needs an upgrade"
+        raise ValueError(f"{file} is no model's config ({error}): {advice}") from error
     return values
 
 

@@ -189,10 +189,7 @@ class Shift(AddedModule):
 
 
 def joined_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, hidden_states: Tensor) -> Tensor | None:
-    """(B, T) bool: whether the token before each of these T belongs to the same document and is visible to it.
-
-    None where that is so for all, except for a first token that has none before it.
-    """
+    """(B, T) bool: whether each token's predecessor is visible and of its document; None: all but the first one's."""
     batch, length = hidden_states.shape[:2]
     if cu_seqlens is not None:
         return _positions_in_documents(cu_seqlens, batch, length) > 0
@@ -292,11 +289,10 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
 def interpolated(inv_freq: list[float], trained_length: float, factor: float, by_index: bool = False) -> list[float]:
     """Fades that stretch slow pairs: fade = g + (1 - g) / factor, g = clip((r - 1) / (32 - 1), 0, 1).
 
-    r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length. Pairs that turn 32 times
-    or more stay. Those that turn less than once would meet unseen angles: they turn `factor` times slower. `by_index`:
-    g = clip(ln r / ln 32, 0, 1), linear in a pair's index, which slows the pairs between less.
-    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature; its
-    authors' code goes by the index.
+    r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length; one that turns less than
+    once would meet unseen angles. `by_index`: g = clip(ln r / ln 32, 0, 1), which slows the pairs between less.
+    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature; the
+    authors' code goes by a pair's index.
     """
     turns = [min(32.0, max(1.0, trained_length * w / (2 * math.pi))) for w in inv_freq]
     kept = [math.log(r) / math.log(32.0) if by_index else (r - 1.0) / (32.0 - 1.0) for r in turns]
@@ -322,7 +318,6 @@ class RotaryFade(nn.Module):
 
     cos'_p = cos(fade_p * position * w_p), so a pair stays a rotation. Gone pairs keep the attention scaling that yarn
     and longrope put on cos, which is a temperature of the logits.
-
     rotary is the family's module in the running model, where current frequencies are read; it is built again on the
     CPU, since from_pretrained builds models on the meta device.
     Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked or interleaved as the family has it; position_ids (B, T).
@@ -988,10 +983,7 @@ def _hidden_tokens(attention_mask: Tensor, past: int, length: int) -> Tensor | N
 
 
 def _document_starts(position_ids: Tensor, batch: int, hidden: Tensor | None) -> Tensor | None:
-    """cu_seqlens (N + 1,) int32 over flattened tokens where positions restart; None if rows are whole.
-
-    Hidden tokens (B, T) beside documents become documents of their own, which nothing else sees.
-    """
+    """cu_seqlens (N + 1,) int32 over flattened tokens where positions restart, and where tokens are hidden; or None."""
     position_ids = position_ids.expand(batch, -1)
     restart = position_ids[:, 1:] <= position_ids[:, :-1]
     if hidden is not None:

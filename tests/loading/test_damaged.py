@@ -186,7 +186,7 @@ def test_weights_in_a_bin_file_are_not_pushed(converted):
         ("config.json", {"fox": None}, "fox section must be a mapping"),
         ("config.json", {"fox": {"rope": "interpolate"}}, "lacks rope_"),
         ("config.json", {"fox": {"open_heads": [[7, 0]]}}, "the model has 2 kv heads in each of layers 0..1"),
-        ("config.json", {"fox": {"next_field": 3}}, "fox.next_field = 3: this retrofox has no such field, upgrade it"),
+        ("config.json", {"fox": {"next_field": 3}}, "again; what a later retrofox has written needs an upgrade"),
         ("config.json", {"fox": {"open_heads": [[0, 2]]}}, "the model has 2 kv heads in each of layers 0..1"),
         ("config.json", {"hidden_size": 31}, "can't be opened in transformers"),
         ("tokenizer.json", None, "the tokenizer of"),
