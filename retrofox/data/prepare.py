@@ -13,7 +13,6 @@ from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.files import FULL
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.report import check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ class PreparedTokens:
 
 def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTokens:
     """Tokenises what the cache lacks of a recipe's data; raises as `prepare_sources`."""
-    check_folder(data.cache_dir, "token shards (`data.cache`)")
     if both := {source.path for source in data.train} & {source.path for source in data.eval}:
         logger.warning("the held-out loss will be of texts that are trained on: %s", ", ".join(sorted(map(str, both))))
     options: dict[str, Any] = {"progress": progress, "text_field": data.text_field}

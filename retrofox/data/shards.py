@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from retrofox.data.files import DIGESTS, FORMAT, Digests, Shard, is_complete, re
 from retrofox.data.source_units import Unit
 from retrofox.data.sources import resolve
 from retrofox.data.tokenise import Todo, tokenise
-from retrofox.support.files import left_behind, write_whole
+from retrofox.support.files import left_behind, why_unwritable, write_whole
+from retrofox.support.report import check_folder
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ class Manifest:
         }
 
 
+CACHE = "token shards (`data.cache`)"
+
+
+def check_cache(folder: Path) -> None:
+    """Raises ValueError where shards can't be written; one that holds some may be complete, and another user's."""
+    if not any(folder.glob("*.tokens")):
+        check_folder(folder, CACHE)
+
+
 def prepare_sources(
     sources: Sequence[Source],
     tokenizer: Any,
@@ -125,9 +136,11 @@ def prepare_sources(
     folder = Path(out_dir).expanduser()
     units = [resolve(source) for source in sources]
     readings = [Reading.of(source, text_field, split_special_tokens) for source in sources]
+    check_cache(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for left in left_behind(folder, "*", "tmp"):  # gigabytes, where a run was killed
-        left.unlink(missing_ok=True)
+        with suppress(OSError):
+            left.unlink()
     digests = Digests(folder / DIGESTS)
     made_from = fingerprint(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
@@ -136,9 +149,12 @@ def prepare_sources(
         [Todo(unit, reading, key(unit, reading), partial(key, unit, reading)) for unit in of_source]
         for of_source, reading in zip(units, readings, strict=True)
     ]
-    write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
     shards = [shard for of_source in wanted for shard in of_source]
     todo = [shard for shard in shards if not is_complete(folder, shard.key)]
+    if why_unwritable(folder) is None:
+        write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
+    elif todo:
+        check_folder(folder, CACHE)
     tokenise(todo, tokenizer, folder, progress)
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):

@@ -28,7 +28,7 @@ from retrofox.config import (
 from retrofox.config_values import depends_on_length
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
-from retrofox.data.shards import Manifest
+from retrofox.data.shards import Manifest, check_cache
 from retrofox.data.sources import resolve
 from retrofox.loading.errors import first_line
 from retrofox.loading.tokenizers import recipe_tokenizer
@@ -68,7 +68,7 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe.optim)
     collect(check_folder, recipe.output, "the run (`output`)")
-    collect(check_folder, recipe.data.cache_dir, "token shards (`data.cache`)")
+    collect(check_cache, recipe.data.cache_dir)
     sources = [source.path for source in (*recipe.data.train, *recipe.data.eval)]
     collect(refuse_mingling, Path(recipe.output), recipe.model, sources)
     collect(refuse_among, recipe.data.cache_dir, sources, "data.cache")
