@@ -105,6 +105,15 @@ def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path
     assert prepared([texts[0]], tokenizer, tmp_path / "out").made == 1
 
 
+def test_finished_shards_are_read_where_none_can_be_written(tmp_path, texts, tokenizer, prepared, monkeypatch):
+    first = prepared([texts[0]], tokenizer, tmp_path / "out")
+    for module in ("data.shards", "support.report"):
+        monkeypatch.setattr(f"retrofox.{module}.why_unwritable", lambda folder: "Permission denied")
+    assert prepared([texts[0]], tokenizer, tmp_path / "out").sources == first.sources
+    with pytest.raises(ValueError, match=r"data\.cache.*Permission denied"):
+        prepared([texts[1]], tokenizer, tmp_path / "out")
+
+
 KILLED = """
 import signal
 import time

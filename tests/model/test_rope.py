@@ -159,8 +159,6 @@ def test_a_layer_can_have_its_own_limit():
     for index, (module, reference) in enumerate(((first, whole), (second, none))):
         expected = [m for _, m in attentions(reference)][index](hidden, attention_mask=None, **options)[0]
         close(module(hidden, attention_mask=None, **options)[0], expected, 1e-6)
-    with pytest.raises(ValueError, match="layer_max_wavelength names layers"):
-        convert(base, layer_max_wavelength={2: 10.0})
 
 
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
