@@ -20,7 +20,8 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
     """A converted model with the adapter of a directory, gates and Pro parts in float32.
 
     Raises:
-        ValueError: the adapter's file is missing or damaged, lacks gates of the base, or is another base's.
+        ValueError: the adapter's file is missing or damaged, lacks gates of the base, or is another base's; or the base
+            was converted otherwise than when the adapter was trained.
     """
     from peft import PeftModel  # seconds to import, and most commands open no adapter
 
@@ -28,6 +29,15 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
     lacking = [name for name, _ in base.named_parameters() if is_new_tensor(name) and name not in names]
     if lacking:
         raise ValueError(f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`")
+    note = adapter / "COMPLETE"  # as training leaves it
+    trained = json.loads(note.read_text(encoding="utf-8")).get("fox", {}) if note.is_file() else {}
+    now = json.loads(json.dumps(base.config.fox))
+    for name in sorted(trained.keys() - {"base", "base_revision", "version"}):
+        if trained[name] != now.get(name):
+            raise ValueError(
+                f"{adapter} was trained on a base with fox.{name} = {trained[name]}, and {base.config._name_or_path} "
+                f"has {now.get(name)}: convert the base as it was, or train again"
+            )
     with peft_is_behind(), opening(f"{adapter}, on {base.config._name_or_path},"):
         return float32_parts(PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable))
 

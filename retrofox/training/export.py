@@ -49,7 +49,9 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
                 tokenizer.save_pretrained(str(directory))
             for path in directory.rglob("*.safetensors"):
                 path.chmod(new_file_mode())
-            checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
+            of_base = {} if trainer.run.recipe.lora is None else {"fox": model.config.fox}
+            note = {**note, **of_base, "step": trainer.state.global_step, "version": __version__}
+            checkpoint.commit(directory, note)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -256,6 +256,7 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
         ("interpolate", 8, 8192, "data", 1)
     ] * 2
     assert FoxSpec.from_dict({"preset": "fox-stretch"}).resolved(8192).half_life == (4096, 1 << 20)
+    assert FoxSpec(init="measured").resolved(8192).half_life == (16, 1024)
 
 
 def test_what_a_recipe_adds_to_a_preset_wins_over_the_presets_own():

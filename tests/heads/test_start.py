@@ -140,10 +140,6 @@ def test_a_live_model_is_measured_as_its_checkpoint(base, text, tmp_path):
         assert torch.equal(one.forget_gate.bias, other.forget_gate.bias)
 
 
-def test_the_default_half_lives_are_parts_of_the_trained_length():
-    assert FoxSpec(init="measured").resolved(8192).half_life == (16, 1024)
-
-
 @pytest.mark.parametrize("gate", ["data", "bias", "fixed"])
 def test_heads_may_be_named_instead_of_measured(pico_llama, gate):
     base = pico_llama(max_position_embeddings=LENGTH)

@@ -127,6 +127,11 @@ def test_damaged_adapters_are_named(make_recipe, tmp_path):
     file.write_bytes(whole[:-9])
     refused(r"adapter_model.safetensors is cut short or not a safetensors file")
     file.write_bytes(whole)
+    of_base = Path(json.loads(config.read_text())["base_model_name_or_path"]) / "config.json"
+    before = of_base.read_text()
+    of_base.write_text(json.dumps({**json.loads(before), "fox": {**json.loads(before)["fox"], "horizon": 3.5}}))
+    refused(r"was trained on a base with fox\.horizon = None, and .* has 3\.5: convert the base as it was")
+    of_base.write_text(before)
     for damage in ("{", "[]", "{}"):
         config.write_text(damage)
         refused("adapter_config.json is damaged, or names no base")
