@@ -99,13 +99,13 @@ class Manifest:
         }
 
 
-CACHE = "token shards (`data.cache`)"
+SHARDS = "token shards (`data.cache`)"
 
 
 def check_cache(folder: Path) -> None:
     """Raises ValueError where shards can't be written; one that holds some may be complete, and another user's."""
     if not any(folder.glob("*.tokens")):
-        check_folder(folder, CACHE)
+        check_folder(folder, SHARDS)
 
 
 def prepare_sources(
@@ -154,7 +154,7 @@ def prepare_sources(
     if why_unwritable(folder) is None:
         write_whole(folder / DIGESTS, json.dumps(digests.known).encode())
     elif todo:
-        check_folder(folder, CACHE)
+        check_folder(folder, SHARDS)
     tokenise(todo, tokenizer, folder, progress)
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
