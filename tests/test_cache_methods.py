@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
+import cache_methods
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import cache_methods
 from eviction import FUTURE, METHODS, SCORES, SINKS, Evicting
 
 LENGTH, TAIL = 90, 6

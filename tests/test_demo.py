@@ -1,14 +1,9 @@
 """The demo's script: steps run once, and nothing but what a demo wrote is removed; `make test` runs it in short."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import demo
+import pytest
 
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+import generate as bench  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 from transformers import DynamicCache
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import generate as bench  # pyright: ignore[reportMissingImports]
 
 from retrofox.model.modeling_fox import CACHE
 from tests.model.conftest import ids_of

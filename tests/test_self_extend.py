@@ -1,15 +1,11 @@
 """Self-Extend and dual chunk attention, against their formulas and the model that they extend."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from self_extend import DualChunk, SelfExtend, extended  # pyright: ignore[reportMissingImports]
+from transformers import LlamaConfig, LlamaForCausalLM
 
 LENGTH = 50
 PLACE = torch.arange(LENGTH)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import train_step as bench  # pyright: ignore[reportMissingImports]
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def flash(q, k, v, ends, ends_of_keys, longest, longest_of_keys, dropout, causal, debug, *, scale):

@@ -16,7 +16,7 @@ from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.model.modeling_fox import CACHE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

@@ -18,7 +18,6 @@ GATES = ("open", "mixed", "short", "shut", "zeros", "unequal")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 CASES = 36
 STEPS = 24
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def kept(q, k, v, log_f, room: int = 0):
@@ -275,7 +274,6 @@ def test_without_triton_it_says_what_to_do():
         decode_attention(q, k, k, c, c)
 
 
-@on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_gpu(check, monkeypatch):
@@ -286,7 +284,6 @@ def test_on_a_gpu(check, monkeypatch):
     planner.decoder_for.cache_clear()
 
 
-@on_gpu
 @pytest.mark.gpu
 def test_bfloat16_at_real_lengths_on_a_gpu():
     for n in range(12):

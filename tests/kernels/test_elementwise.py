@@ -9,7 +9,6 @@ from fox_kernels.decoding.elementwise import add_norm, gate_rows, silu_mul, take
 from twins import add_norm_torch, gate_torch, silu_mul_torch
 
 CASES = ((1, 576, torch.float32), (300, 48, torch.float16), (3, 1000, torch.float32), (16, 4096, torch.float16))
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def close(a, b, dtype) -> None:
@@ -58,7 +57,6 @@ def test_in_the_interpreter(check, report):
     assert not report[check]
 
 
-@on_gpu
 @pytest.mark.gpu
 def test_on_a_gpu():
     check_twins("cuda", (torch.bfloat16,))

@@ -1,12 +1,14 @@
 """Forward and backward recorded: compiled whole by torch, captured in CUDA graphs, by every backend, on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import Case, draw, results
 from fox_kernels import forgetting_attention
 from test_gpu import gluon
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 PROBLEMS = {
@@ -40,10 +42,7 @@ def replayed(step, inputs) -> tuple[list, list]:
 def test_captured_in_a_graph_with_its_gradients(backend, problem):
     torch.manual_seed(0)
     inputs, gradients, options = draw(PROBLEMS[problem], "cuda")
-
-    def operator(*args, **kwargs):
-        return forgetting_attention(*args, backend=backend, **kwargs)
-
+    operator = partial(forgetting_attention, backend=backend)
     captured, expected = replayed(lambda: results(operator, inputs, gradients, options), inputs)
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 

@@ -11,7 +11,7 @@ from fox_kernels import forgetting_attention
 from fox_kernels.common import cumsum
 from test_gpu import NO_GLUON, gluon
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 

@@ -1,9 +1,7 @@
 """The kernels over pages compiled without a GPU, for each kind that they are meant for: they fit and spill nothing."""
 
 import os
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +11,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from compiling import SHARED_MEMORY, check, compiled_launch, noted
+
 from retrofox.serving import paged_attention, paged_rows
 from retrofox.serving.prefill import Links
-
-sys.path.append(str(Path(__file__).parents[1] / "kernels"))
-from compiling import SHARED_MEMORY, check, compiled_launch, noted
 
 KV_HEADS, PAGE, REQUESTS = 2, 16, 3
 OPTIONS = {"scale": 0.125, "window": None, "sink": 0, "softcap": None, "horizon": None}

@@ -137,7 +137,6 @@ def test_steps_of_all_kinds_give_forgetting_attention(horizon, report):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_layers_on_a_gpu(monkeypatch):
     monkeypatch.setattr("retrofox.serving.prefill.LONG", 16)  # and back, as `serve` sets it
     found = serve("cuda", times=8)

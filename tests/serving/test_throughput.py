@@ -2,13 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "vllm_throughput.py"
-sys.path.insert(0, str(FILE.parent))
-
 import vllm_throughput as throughput
 
 
@@ -27,7 +22,7 @@ def test_the_ratio_is_of_the_medians_of_all_turns(monkeypatch, pico_checkpoint, 
     monkeypatch.setattr(throughput, "run_vllm", run)
     options = f"--lengths 32,64 --requests 3 --tokens 8 --repeats 2 --out {tmp_path / 'a.json'}".split()
     models = [str(pico_fox_checkpoint), "--against", str(pico_checkpoint)]
-    monkeypatch.setattr(sys, "argv", [str(FILE), *models, *options])
+    monkeypatch.setattr(sys, "argv", ["vllm_throughput.py", *models, *options])
     throughput.main()
     found = json.loads((tmp_path / "a.json").read_text())
     assert [model for model, _ in asked] == [str(pico_checkpoint), str(pico_fox_checkpoint)] * 2

@@ -21,7 +21,6 @@ from retrofox.training.train import train
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # peft 0.21 asks transformers 5.23 by a name that it deprecates
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     # torch.compile and bitsandbytes warn about what is not ours
