@@ -1,4 +1,4 @@
-"""Tiled MLPs and norms: the untiled gradients, each parameter's once, and no wide tensor kept."""
+"""Recomputed layers, tiled MLPs and fused norms: the plain model's gradients, each parameter's once, kept in little."""
 
 from __future__ import annotations
 
@@ -58,11 +58,19 @@ def assert_same(one, other, rel):
         assert error <= rel * wanted.abs().max().clamp_min(1e-6), name
 
 
-@pytest.mark.parametrize("recomputed", ["none", "full"])
-@pytest.mark.parametrize("tile", [1, 7, 40, 64])  # of 80 tokens in all
+def test_fused_norms_change_nothing(pico_fox):
+    model, ids = pico_fox(), batch()["input_ids"]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert fuse_norms(model) == 5
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full", 2])
+@pytest.mark.parametrize("tile", ["none", 1, 7, 40, 64])  # of 80 tokens in all
 def test_gradients_are_the_untiled_ones_to_float32_rounding(pico_fox, tile, recomputed):
     model = pico_fox()
-    plain = gradients(model, gradient_checkpointing=recomputed)
+    plain = gradients(model)
     assert_same(plain, gradients(model, tiled_mlp=tile, gradient_checkpointing=recomputed), rel=2e-6)
 
 
