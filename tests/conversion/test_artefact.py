@@ -1,6 +1,5 @@
 """Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
 
-import errno
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import retrofox
 from retrofox import FoxSpec
 from retrofox.conversion.verify import compare
-from retrofox.loading.atomic_directory import atomic_directory
 from retrofox.loading.shards import INDEX
 from tests.model.conftest import logits
 
@@ -279,22 +277,6 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
     retrofox.convert(source, out, verify=False)
     assert retrofox.load(out).config.model_type == "fox_llama"
     assert not list(out.parent.glob(".out.*.partial"))
-
-
-def test_an_out_that_another_conversion_makes_meanwhile_is_named(tmp_path):
-    with pytest.raises(ValueError, match="exists: remove it"), atomic_directory(tmp_path / "out"):
-        (tmp_path / "out" / "its").mkdir(parents=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_full_disk_is_named(source, tmp_path, monkeypatch):
-    def full(folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("retrofox.conversion.directory.write_remote_code", full)
-    with pytest.raises(OSError, match=r"out could not be written: No space left on device; nothing was left there"):
-        retrofox.convert(source, tmp_path / "out", verify=False)
-    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -148,7 +148,7 @@ def test_sharded_pickles(pickled, tmp_path):
 )
 def test_a_full_disk_is_named_and_nothing_is_left(single, monkeypatch, error):
     monkeypatch.setattr("retrofox.conversion.directory.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
-    refused(single, "No space left on device", OSError)
+    refused(single, "out could not be written: .*No space left on device; nothing was left there", OSError)
 
 
 def test_two_conversions_into_one_out_do_not_mix(tmp_path, monkeypatch):
@@ -159,3 +159,6 @@ def test_two_conversions_into_one_out_do_not_mix(tmp_path, monkeypatch):
         (second / "file").touch()
     with pytest.raises(ValueError, match="exists"), atomic_directory(tmp_path / "out"):
         pass
+    with pytest.raises(ValueError, match="exists"), atomic_directory(tmp_path / "other"):
+        (tmp_path / "other" / "its").mkdir(parents=True)  # meanwhile
+    assert not list(tmp_path.glob(".other*"))
