@@ -12,10 +12,8 @@ from transformers import DynamicCache, StaticCache
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions
-from retrofox.config import Budget, ExtendStage
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
-from retrofox.training.budget import GatePressure
 from tests.model.conftest import decode
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 2, 4, 2, 32
@@ -67,11 +65,6 @@ def test_a_conversion_writes_them_and_says_so(pico_checkpoint, tmp_path, capsys)
     assert "data, one per kv head, half-lives of 8 to 64 tokens" in capsys.readouterr().out
 
 
-def test_checkpoints_from_before_have_a_gate_per_query_head(pico_fox):
-    before = {name: value for name, value in pico_fox().config.fox.items() if name != "gate_heads"}
-    assert FoxSpec.from_dict(before).gate_heads == "query"
-
-
 def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico_checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers. " * 60)
     texts = [str(tmp_path / "text.txt")]
@@ -84,24 +77,3 @@ def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico
     ours, theirs = half_lives("kv"), half_lives("query")
     assert ours.shape == (LAYERS, KV_HEADS)
     assert torch.equal(ours.repeat_interleave(HEADS // KV_HEADS, -1), theirs)
-
-
-def test_a_budget_presses_each_gate_once(pico_fox, tokens):
-    spec = {"gate": "bias", "gate_heads": "kv", "half_life": (100.0, 5000.0), "open_heads": [[0, 1]]}
-    model = pico_fox(stirred=False, **spec).train()
-    stage = ExtendStage(objective="extend", tokens=960, sequence_length=12, budget=Budget(share=0.6, weight=0.5))
-    pressure = GatePressure(model, stage, 24, 1)
-    assert (pressure.weights == 0).tolist() == [[False, True], [False, False]]
-    pressure.target = 0.0
-    biases = [gate.bias for gate in pressure.gates]
-
-    def gradient() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(tokens, use_cache=False).logits.square().mean().backward()
-        return [bias.grad.clone() for bias in biases if bias.grad is not None]
-
-    plain = gradient()
-    pressure.attach()
-    pressed = gradient()
-    added = torch.stack(pressed) - torch.stack(plain)
-    assert (added != 0).tolist() == [[True, False], [True, True]]

@@ -89,16 +89,18 @@ def test_what_is_alive_is_the_cache_that_the_log_tells(pico_fox, ids, gate_heads
     assert 0.1 < told < 0.9
 
 
-def test_open_heads_are_not_pressed(pico_fox, ids):
-    model = pico_fox(half_life=(50.0, 5000.0), open_heads=[[1, 0]]).train()
+@pytest.mark.parametrize(
+    ("gate_heads", "open_and_closed"), [("query", [False, False, True, True]), ("kv", [False, True])]
+)
+def test_open_heads_are_not_pressed(pico_fox, ids, gate_heads, open_and_closed):
+    model = pico_fox(half_life=(50.0, 5000.0), gate_heads=gate_heads, open_heads=[[1, 0]]).train()
     _, plain = gradients(model, ids)
     pressure = pressure_on(model, share=0.6, weight=0.5, length=300)
     pressure.attach()
     pressure.target = 0.6
     _, pressed = gradients(model, ids)
     first, second = (name for name in plain if name.endswith("forget_gate.bias"))
-    moved = (pressed[second] != plain[second]).tolist()
-    assert moved == [False, False, True, True]  # 4 heads, 2 kv heads
+    assert (pressed[second] != plain[second]).tolist() == open_and_closed  # 4 heads, 2 kv heads
     assert not torch.equal(pressed[first], plain[first])
 
 
