@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from retrofox.config import Source
@@ -17,23 +17,16 @@ PHRASE = "the fox forgets what the gate lets go and the key keeps what it saw a 
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """make_tokenizer(bos=False, eos="</s>") -> 300 tokens, bytes and merges of PHRASE; bos: put before each text."""
+def make_tokenizer(pico_tokenizer) -> Callable[..., PreTrainedTokenizerFast]:
+    """make_tokenizer(bos=False) -> 300 tokens, bytes and merges of PHRASE; bos: put before each text."""
 
-    def make(bos: bool = False, eos: str | None = "</s>") -> PreTrainedTokenizerFast:
-        inner = Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["<s>", "</s>", "<|endoftext|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        inner.train_from_iterator([PHRASE], trainer)
+    def make(bos: bool = False) -> PreTrainedTokenizerFast:
+        tokenizer = pico_tokenizer.train_new_from_iterator([PHRASE], 300, show_progress=False)
+        tokenizer.model_max_length, tokenizer.chat_template = 16, None
         if bos:
-            inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-        return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos, model_max_length=16)
+            template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+            tokenizer.backend_tokenizer.post_processor = template
+        return tokenizer
 
     return make
 

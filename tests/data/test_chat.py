@@ -143,13 +143,13 @@ def write(talks: list[Any], path: Path, field: str = "messages") -> Path:
 
 @pytest.fixture
 def talks(tmp_path, chat_tokenizer):
-    """talks(name="a.jsonl", field="messages", **options) -> the manifest of TALKS written there."""
+    """talks(name="a.jsonl", field="messages", template=CHATML) -> the manifest of TALKS written there."""
 
-    def prepare(name: str = "a.jsonl", field: str = "messages", **options: Any) -> Any:
+    def prepare(name: str = "a.jsonl", field: str = "messages", template: str = CHATML) -> Any:
         file = write(TALKS, tmp_path / name, field)
         named = None if field == "messages" else field
         source = Source(path=str(file), text_field=named, chat=True)
-        return prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False, **options)
+        return prepare_sources([source], chat_tokenizer(template), tmp_path / "out", progress=False)
 
     return prepare
 
@@ -194,15 +194,8 @@ def test_packed_conversations_do_not_see_each_other(talks, pico_llama):
     torch.testing.assert_close(one[:, first:], two[:, first:], atol=0, rtol=0)
 
 
-def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
-    file = write(TALKS, tmp_path / "a.jsonl")
-    keys = {
-        prepare_sources([Source(path=str(file), chat=True)], chat_tokenizer(template), tmp_path / "out", progress=False)
-        .sources[0]
-        .shards[0]
-        .key
-        for template in (CHATML, THINKING)
-    }
+def test_another_template_makes_another_shard(talks):
+    keys = {talks(template=template).sources[0].shards[0].key for template in (CHATML, THINKING)}
     assert len(keys) == 2
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -170,40 +169,18 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make
     assert prepared([path], tokenizer, tmp_path / "out").made == 1
 
 
-TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
-SPECIAL = {0, 1, 2}
-
-
-@pytest.fixture
-def file(tmp_path) -> Path:
-    path = tmp_path / "a.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def document(file: Path, tokenizer, out: Path, **options) -> list[int]:
-    return open_tokens(prepare_sources([Source(path=str(file))], tokenizer, out, **options))[0].document(0).tolist()
-
-
-def test_special_tokens_in_a_text_are_plain_text(file, tokenizer, tmp_path):
-    ids = document(file, tokenizer, tmp_path / "out", progress=False)
-    assert SPECIAL.isdisjoint(ids[:-1])
-    assert tokenizer.decode(ids[:-1]) == TEXT
-
-
-def test_special_tokens_in_a_text_become_tokens_where_asked_for(file, tokenizer, tmp_path):
-    ids = document(file, tokenizer, tmp_path / "out", progress=False, split_special_tokens=False)
-    assert ids == tokenizer(TEXT)["input_ids"]
-    assert [token for token in ids if token in SPECIAL] == [1, 0, 1]
-
-
-@pytest.mark.parametrize(("split", "read"), [(True, "plain text"), (False, "these tokens")])
-def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards(
-    file, tokenizer, tmp_path, capsys, split, read
+@pytest.mark.parametrize(("split", "special", "read"), [(True, [1], "plain text"), (False, [1, 0, 1], "these tokens")])
+def test_special_tokens_in_a_text_are_read_as_asked_for_and_counted_also_of_reused_shards(
+    tmp_path, tokenizer, capsys, split, special, read
 ):
+    text, file = "the fox</s> forgets <s>what the gate lets go</s>", tmp_path / "a.txt"
+    file.write_text(text)
     for _ in range(2):
-        document(file, tokenizer, tmp_path / "out", split_special_tokens=split)
-        assert f"a.txt: its texts spell out special tokens 3 times: read as {read}" in (capsys.readouterr().err)
+        made = prepare_sources([Source(path=str(file))], tokenizer, tmp_path / "out", split_special_tokens=split)
+        assert f"a.txt: its texts spell out special tokens 3 times: read as {read}" in capsys.readouterr().err
+    ids = open_tokens(made)[0].document(0).tolist()
+    assert [token for token in ids if token in (0, 1)] == special
+    assert tokenizer.decode(ids) == text + "</s>" * split
 
 
 def test_how_many_texts_have_too_few_words_for_facts_is_said(tmp_path, tokenizer, capsys):

@@ -1,4 +1,4 @@
-"""Packed windows: each token once, boundaries kept, an order that resumes exactly, shares as weighted."""
+"""Packed windows: each token once, boundaries kept, shares as weighted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from retrofox.config import Source, validate
-from retrofox.data.packed import PackedDataset, collate
+from retrofox.data.packed import PackedDataset
 from retrofox.data.prepare import prepare
-from retrofox.data.sampler import StepSampler
 from retrofox.data.shards import prepare_sources
 from retrofox.training.run_directory import claim_data
 
@@ -40,27 +39,6 @@ def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts,
     pieces = [ids[start : start + 32] for ids in whole for start in range(0, len(ids), 32)]
     assert sorted(seen) == sorted(pieces)
     assert data.fill == pytest.approx(sum(map(len, whole)) / (len(data) * 32))
-
-
-def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer, prepared):
-    data = PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7)
-
-    def rows(consumed: int, steps: int, batch: int, world: int, workers: int = 0) -> list[list[int]]:
-        loaders = [
-            iter(
-                torch.utils.data.DataLoader(
-                    data,
-                    batch_sampler=StepSampler(data.order, batch, consumed, rank, world),
-                    num_workers=workers,
-                    collate_fn=collate,
-                )
-            )
-            for rank in range(world)
-        ]
-        return [row for _ in range(steps) for loader in loaders for row in next(loader)["input_ids"].tolist()]
-
-    through = rows(0, 12, batch=4, world=1)
-    assert through == rows(0, 4, batch=2, world=2) + rows(16, 16, batch=1, world=2, workers=1)
 
 
 def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared, monkeypatch):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, trainers
-from transformers import PreTrainedTokenizerFast
 
 from retrofox.anatomy import attention_mode
 from retrofox.evaluation.loss_report import verdicts
@@ -181,9 +179,8 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_pat
 
 def test_a_base_with_another_tokenizer_is_refused(pico_llama, pico_tokenizer, measure, tmp_path):
     pico_llama().save_pretrained(tmp_path)
-    other = Tokenizer.from_str(pico_tokenizer.backend_tokenizer.to_str())
-    other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
-    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path)
+    other = pico_tokenizer.train_new_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, 270)
+    other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer mismatch: .* as \['.*'\], the model's tokenizer as \['"):
         measure(pico_llama(), str(tmp_path))
 
