@@ -5,6 +5,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from fox_kernels import forgetting_attention, reference
@@ -122,10 +123,7 @@ def errors(case: Case, device="cpu", backend="triton") -> list[tuple[str, float,
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = results(reference.forgetting_attention, exact_inputs, gradients, options)
     eager = results(reference.forgetting_attention, inputs, gradients, options)
-
-    def operator(*args, **kwargs):
-        return forgetting_attention(*args, backend=backend, **kwargs)
-
+    operator = partial(forgetting_attention, backend=backend)
     with poisoned():
         mine = results(operator, inputs, gradients, options)
         again = mine if device == "cpu" else results(operator, inputs, gradients, options)

@@ -4,6 +4,8 @@ Needs Triton, real or interpreted, at import.
 """
 
 import warnings
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -42,12 +44,8 @@ def check_softcap(device: str) -> None:
 def check_helpers(device: str, S: int) -> None:
     """Each fused helper equals its eager twin, whether a row is one block or several."""
     check_sums(device, S)
-    usual = cumsum.LARGEST
-    try:
-        cumsum.LARGEST = 16
+    with mock.patch.object(cumsum, "LARGEST", 16):
         check_sums(device, S)
-    finally:
-        cumsum.LARGEST = usual
 
 
 def check_sums(device: str, S: int) -> None:
@@ -125,19 +123,12 @@ def check_copies_by_tma() -> None:
     torch.manual_seed(0)
     case = Case(T=45, S=77, H=4, Hkv=2, D=32, starts=[3, 60], options={"sink": 2})
     inputs, gradients, options = draw(case)
-
-    def operator(*args, **kwargs):
-        return forgetting_attention(*args, backend="triton", **kwargs)
-
-    usual = (forward.describable, forward.tile_for)
+    operator = partial(forgetting_attention, backend="triton")
     expected = results(operator, inputs, gradients, options)
-    try:
-        for tma in (1, 2, 3):
-            forward.describable = backward.describable = lambda *tensors: True
-            forward.tile_for = backward.tile_for = lambda *_, tma=tma: Tile(32, 32, 4, 1, tma)
-            halves = [x.detach().half().requires_grad_() if n < 3 else x for n, x in enumerate(inputs)]
-            for got, value in zip(results(operator, halves, gradients, options), expected, strict=True):
-                assert (got.float() - value).norm() <= 4e-3 * value.norm()
-    finally:
-        forward.describable = backward.describable = usual[0]
-        forward.tile_for = backward.tile_for = usual[1]
+    halves = [x.detach().half().requires_grad_() if n < 3 else x for n, x in enumerate(inputs)]
+    for tma in (1, 2, 3):
+        by_tma = {"describable": lambda *tensors: True, "tile_for": lambda *_, tma=tma: Tile(32, 32, 4, 1, tma)}
+        with mock.patch.multiple(forward, **by_tma), mock.patch.multiple(backward, **by_tma):
+            found = results(operator, halves, gradients, options)
+        for got, value in zip(found, expected, strict=True):
+            assert (got.float() - value).norm() <= 4e-3 * value.norm()

@@ -25,15 +25,11 @@ def test_one_graph_for_every_length(problem, options):
         graphs.append(graph)
         return graph
 
-    def operator(*args, **kwargs):
-        return forgetting_attention(*args, **kwargs)
-
-    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(forgetting_attention, fullgraph=True, dynamic=True, backend=count)
     for T, S in ((40, 40), (33, 70), (7, 90), (300, 301), (50, 51)):
         inputs, gradients, given = draw(Case(T=T, S=S, D=8, options=options, **problem))
-        for found, wanted in zip(
-            results(compiled, inputs, gradients, given), results(operator, inputs, gradients, given), strict=True
-        ):
+        ways = (results(way, inputs, gradients, given) for way in (compiled, forgetting_attention))
+        for found, wanted in zip(*ways, strict=True):
             assert torch.equal(found, wanted)
     assert len(graphs) <= 2  # as many queries as keys, and fewer
 
