@@ -26,16 +26,6 @@ def close(actual, expected, tolerance=2e-5) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "spec", [{"init": "open", "sink_tokens": 0}, {"init": "open", "sink_tokens": 2}, {"gate": "none"}]
-)
-def test_open_or_no_gates_and_rope_kept_are_the_base(pico_llama, tokens, path, spec):
-    base = pico_llama()
-    model = retrofox.convert(base, fox=FoxSpec(rope="keep", **spec))
-    assert any(is_new_tensor(name) for name, _ in model.named_parameters()) == ("init" in spec)
-    close(logits(model, tokens), logits(base, tokens), 1e-5)
-
-
 def test_open_and_shuffled_modes(fox, tokens):
     chosen = logits(fox, tokens)
     with attention_mode(fox, "shuffled"):
