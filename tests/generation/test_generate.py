@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate, part_tokens
@@ -61,27 +62,18 @@ def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(opened):
     assert run(opened, PROMPTS, temperature=1.0, top_p=1e-6, seed=5)["token_ids"] == run(opened, PROMPTS)["token_ids"]
 
 
-def test_the_checkpoints_sampling_defaults_do_not_leak_in(opened):
+def test_the_checkpoints_sampling_defaults_do_not_leak_in(opened, monkeypatch):
     greedy = run(opened, PROMPTS)["token_ids"]
-    saved = opened.model.generation_config
-    try:
-        opened.model.generation_config = type(saved)(
-            do_sample=True, temperature=9.0, repetition_penalty=3.0, num_beams=2
-        )
-        assert run(opened, PROMPTS)["token_ids"] == greedy
-    finally:
-        opened.model.generation_config = saved
+    defaults = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=3.0, num_beams=2)
+    monkeypatch.setattr(opened.model, "generation_config", defaults)
+    assert run(opened, PROMPTS)["token_ids"] == greedy
 
 
-def test_text_ends_at_the_end_token(opened):
+def test_text_ends_at_the_end_token(opened, monkeypatch):
     free = run(opened, PROMPTS)["token_ids"]
     end = free[0][5]
-    saved = opened.model.generation_config.eos_token_id
-    try:
-        opened.model.generation_config.eos_token_id = [end]
-        result = generate(opened.model, PROMPTS, 16, tokenizer=opened.tokenizer, stream=False)
-    finally:
-        opened.model.generation_config.eos_token_id = saved
+    monkeypatch.setattr(opened.model.generation_config, "eos_token_id", [end])
+    result = generate(opened.model, PROMPTS, 16, tokenizer=opened.tokenizer, stream=False)
     for ids, whole in zip(result["token_ids"], free, strict=True):
         assert ids == (whole[: whole.index(end) + 1] if end in whole else whole)
 
