@@ -22,7 +22,9 @@ def recipe_for(tmp_path, pico_fox, saved, write_recipe):
     for number in range(40):
         text = "".join(f"the fox forgets gate {number * i % 17} and so on, " for i in range(1 + number % 7))
         (folder / f"{number}.txt").write_text(text)
-    saved(pico_fox(pro="all", config={"tie_word_embeddings": True}), tmp_path / "model")  # as SmolLM2's
+    # tied as SmolLM2's; 6 heads: of their gates the last of 4 processes holds nothing
+    config = {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 48}
+    saved(pico_fox(pro="all", config=config), tmp_path / "model")
     common = {"model": str(tmp_path / "model"), "log": {"every": 1, "eval_tokens": 512}}
     common |= {"checkpoint": {"every_steps": 2}, "data": {"train": [str(folder)], "eval": [str(folder)]}}
 
