@@ -48,7 +48,7 @@ def plan(
     from retrofox.planning.hardware import hardware
     from retrofox.planning.plan import plan as run
     from retrofox.planning.report import print_plan
-    from retrofox.support.launches import processes
+    from retrofox.support.processes import processes
 
     loaded = load_recipe(recipe, changes or [])
     result = run(loaded, hardware(gpu, memory, flops), gpus or processes(), sharding, price)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipes, use
 from retrofox.cli.convert import convert
-from retrofox.support.launches import wait_to_be_ended
+from retrofox.support.processes import wait_to_be_ended
 
 app = typer.Typer(
     no_args_is_help=True,

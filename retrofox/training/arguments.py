@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from retrofox.config import Recipe, Stage
 from retrofox.planning.steps import save_steps
-from retrofox.support.launches import shards_weights
+from retrofox.support.processes import shards_weights
 
 
 def own_autocast(precision: str) -> bool:

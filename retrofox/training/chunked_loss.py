@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from retrofox.anatomy import causal_lm, logits_from_hidden
-from retrofox.support.launches import shards_weights
+from retrofox.support.processes import shards_weights
 
 ChunkLoss = Callable[..., tuple[torch.Tensor, Any]]
 """(head, hidden, rows, whether gradients are needed) -> (loss and metrics of these rows, (d hidden, dW) or ())."""

@@ -17,8 +17,8 @@ from retrofox.data.packed import next_token_targets
 from retrofox.loading.device import PRECISIONS, resolve_device
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
+from retrofox.support.processes import processes
 from retrofox.training.arguments import arguments
 from retrofox.training.model import built, lower_frozen, trained_config
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory

@@ -36,7 +36,7 @@ from retrofox.parallel.layout import readers_of, refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
 from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes
 from retrofox.planning.steps import accumulation, tokens_per_step
-from retrofox.support.launches import shards_weights
+from retrofox.support.processes import shards_weights
 from retrofox.support.report import check_folder
 from retrofox.training.chunked_loss import choose_cross_entropy
 from retrofox.training.model import built, set_attention, trained_config

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from retrofox.support import launches
+from retrofox.support import processes
 from retrofox.training.run_directory import output_lock
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -33,8 +33,8 @@ def test_two_processes_that_train_refuse_a_recipe_once(write_recipe, tmp_path, l
 
 def test_what_only_a_later_process_knows_is_said(monkeypatch, run):
     waits = []
-    monkeypatch.setattr(launches.time, "sleep", waits.append)
-    for rank, size, waited in (("1", "2", [launches.PATIENCE]), ("0", "2", []), ("0", "1", [])):
+    monkeypatch.setattr(processes.time, "sleep", waits.append)
+    for rank, size, waited in (("1", "2", [processes.PATIENCE]), ("0", "2", []), ("0", "1", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", size)
         code, _, err = run("plan", "nowhere.yaml")
