@@ -55,8 +55,7 @@ import retrofox
 from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.anatomy import attentions, inner_model
 from retrofox.evaluation.needle_prompts import read_haystack
-from retrofox.generation.caches import cache_bytes, new_cache
-from retrofox.generation.generate import part_tokens
+from retrofox.generation.generate import cache_bytes, new_cache, part_tokens
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE, GateCache
 

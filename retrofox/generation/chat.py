@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from retrofox.generation.caches import new_cache
-from retrofox.generation.generate import complete, end_tokens, render
+from retrofox.generation.generate import complete, end_tokens, new_cache, render
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.loaded_model import LoadedModel, open_model

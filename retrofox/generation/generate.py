@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from retrofox.acceleration.cuda_graph_decoding import forgets
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.anatomy import require_known_tokens, vocabulary_size
-from retrofox.config_values import depends_on_length
+from retrofox.config_values import depends_on_length, horizon_of
 from retrofox.data.chat import rendered
-from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.loaded_model import LoadedModel, open_model
@@ -59,7 +60,7 @@ def generate(
             False writes nothing.
         seed: of the draw, with a temperature above 0; the same seed gives the same text. None = the global random
             state.
-        cache: "auto", "full" or "forgetting", see `caches.new_cache`.
+        cache: "auto", "full" or "forgetting", see `new_cache`.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
@@ -168,7 +169,8 @@ def complete(
             streamer=streamer,
             **{CACHE: cache},
         )
-    return [_until_end(row, ends) for row in output[:, longest:].tolist()]
+    new = output[:, longest:].tolist()
+    return [next((row[:n] for n, token in enumerate(row, 1) if token in ends), row) for row in new]
 
 
 def part_tokens(model: Any, rows: int = 1) -> int | None:
@@ -209,14 +211,6 @@ def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
     return ids
 
 
-def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to and with the first end token."""
-    for position, token in enumerate(ids):
-        if token in ends:
-            return ids[: position + 1]
-    return ids
-
-
 @contextmanager
 def _without_defaults(model: Any) -> Iterator[Any]:
     """The model, its modules shared, without the checkpoint's sampling defaults, which transformers would mix into a
@@ -245,3 +239,34 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     roles = ", ".join(message["role"] for message in messages)
     text = rendered(tokenizer, messages, f"the chat template can't render messages of {roles}")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def new_cache(model: Any, kind: str = "auto") -> Any:
+    """An empty cache for a model, of one of the `sampling.CACHES`.
+
+    "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter
+    for a model with a horizon, but on a GPU not for multi-head latent attention.
+    """
+    if kind == "forgetting" and horizon_of(model.config) is None:
+        raise ValueError('cache "forgetting" needs a model with a horizon (fox.horizon): take "full"')
+    forgetting = kind == "forgetting" or (kind == "auto" and forgets(model))
+    return ForgettingCache() if forgetting else DynamicCache(config=model.config)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that the tensors of a cache keep allocated."""
+    found: dict[int, int] = {}
+    if isinstance(cache, ForgettingCache):
+        cache.settle()
+
+    def look(held: Any) -> None:
+        if isinstance(held, torch.Tensor):
+            found[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        elif isinstance(held, (list, tuple)):
+            for each in held:
+                look(each)
+        elif hasattr(held, "is_initialized"):  # a layer, or one in a layer
+            look([x for x in vars(held).values() if x is not cache.layers])
+
+    look(cache.layers)
+    return sum(found.values())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 CACHES = ("auto", "full", "forgetting")
-"""Kinds of caches, see `caches.new_cache`."""
+"""Kinds of caches, see `generate.new_cache`."""
 
 
 def check_sampling(

@@ -212,7 +212,7 @@ def test_an_adapters_model_forgets(pico_fox, kept):
 def test_a_chat_forgets_and_answers_as_without(pico_fox, pico_tokenizer, monkeypatch, kept):
     opened, answers = open_model(pico_fox(**SPEC), tokenizer=pico_tokenizer), []
     for forgets in (True, False):
-        monkeypatch.setattr("retrofox.generation.caches.forgets", lambda model, answer=forgets: answer)
+        monkeypatch.setattr("retrofox.generation.generate.forgets", lambda model, answer=forgets: answer)
         session = ChatSession(opened, system="be brief")
         answers.append([session.reply(text, 30) for text in ("the fox forgets", "the gate", "and so on and on")])
         assert session.reused_tokens > 70
