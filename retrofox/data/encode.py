@@ -101,7 +101,6 @@ class Encoder:
         else:
             options = {"truncation": False, "verbose": False, "split_special_tokens": self.reading.split_special_tokens}
             rows = [self.tokenizer(text, **options)["input_ids"] for text in whole]
-        return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        return ids if self.eos is None or ids[-1:] == [self.eos] else [*ids, self.eos]
+        if self.eos is not None:
+            rows = [ids if ids[-1:] == [self.eos] else [*ids, self.eos] for ids in rows]
+        return [np.array(ids, dtype=self.dtype) for ids in rows]

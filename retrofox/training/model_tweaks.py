@@ -113,20 +113,16 @@ def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], module.weight.to(x.dtype), eps)
 
 
-def recompute(model: Any, which: str | int, offload: bool = False) -> int:
-    """Recomputes no layer ("none"), all ("full") or every n-th, with `offload` from CPU memory; returns how many."""
+def recompute(model: Any, which: str | int, offload: bool = False) -> None:
+    """Recomputes no layer ("none"), all ("full") or every n-th, with `offload` from CPU memory."""
     layers = decoder_layers(model)
     chosen = recomputed_layers(which, len(layers))
     function = Offload().run if offload else functools.partial(checkpoint, use_reentrant=False)
-    count = 0
     for index, layer in enumerate(layers):
-        on = index in chosen
-        if on and not hasattr(type(layer), "gradient_checkpointing"):
+        layer.gradient_checkpointing = index in chosen
+        if layer.gradient_checkpointing and not hasattr(type(layer), "gradient_checkpointing"):
             raise ValueError(f"{type(layer).__name__} has no gradient checkpointing: set gradient_checkpointing: none")
-        layer.gradient_checkpointing = on
         layer._gradient_checkpointing_func = function
-        count += on
-    return count
 
 
 def save_memory(model: Any, stage: Stage) -> None:
