@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,19 +37,13 @@ def tokenizer(make_tokenizer) -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def make_text() -> Callable[[int, int], str]:
-    """make_text(seed, words) -> so many words of PHRASE."""
-
-    def make(seed: int, words: int) -> str:
-        rng = np.random.default_rng(seed)
-        return " ".join(rng.choice(PHRASE.split(), words).tolist())
-
-    return make
+def make_text(seed: int, words: int) -> str:
+    """So many words of PHRASE."""
+    return " ".join(np.random.default_rng(seed).choice(PHRASE.split(), words).tolist())
 
 
 @pytest.fixture
-def texts(tmp_path, make_text) -> list[Path]:
+def texts(tmp_path) -> list[Path]:
     """Five text files of different lengths."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -57,21 +52,11 @@ def texts(tmp_path, make_text) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.fixture(scope="session")
-def prepared() -> Callable[..., Manifest]:
-    """prepared(paths, tokenizer, out, **options) -> the manifest of those sources."""
-
-    def prepare(paths: list[str | Path], tokenizer, out: Path, **options) -> Manifest:
-        return prepare_sources([Source(path=str(path)) for path in paths], tokenizer, out, progress=False, **options)
-
-    return prepare
+def prepared(paths: list[Any], tokenizer, out: Path, **options) -> Manifest:
+    """The manifest of those sources."""
+    return prepare_sources([Source(path=str(path)) for path in paths], tokenizer, out, progress=False, **options)
 
 
-@pytest.fixture(scope="session")
-def expected() -> Callable[..., list[int]]:
-    """expected(text, tokenizer) -> the tokens of a document."""
-
-    def tokens(text: str, tokenizer) -> list[int]:
-        return [*tokenizer(text, truncation=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
-
-    return tokens
+def expected(text: str, tokenizer) -> list[int]:
+    """The tokens of a document."""
+    return [*tokenizer(text, truncation=False, verbose=False)["input_ids"], tokenizer.eos_token_id]

@@ -13,6 +13,7 @@ import pytest
 
 from retrofox.data.packed import open_tokens
 from retrofox.data.windows import documents
+from tests.data.conftest import expected, make_text, prepared
 
 
 def zstd(data: bytes) -> bytes:
@@ -33,7 +34,7 @@ PACKERS = {"": lambda data: data, ".gz": gzip.compress, ".xz": lzma.compress, ".
 
 @pytest.mark.parametrize("suffix", PACKERS)
 @pytest.mark.parametrize("form", [".txt", ".jsonl", ".json", ".parquet"])
-def test_every_form_and_compression_gives_the_same_documents(tmp_path, tokenizer, form, suffix, prepared, expected):
+def test_every_form_and_compression_gives_the_same_documents(tmp_path, tokenizer, form, suffix):
     data = {
         ".txt": ROWS[0].encode(),
         ".jsonl": LINES + b"\n\n",
@@ -48,7 +49,7 @@ def test_every_form_and_compression_gives_the_same_documents(tmp_path, tokenizer
     assert [ids.tolist() for _, ids in documents([path], tokenizer)] == wanted
 
 
-def test_directories_and_globs_take_known_files_in_order(tmp_path, texts, tokenizer, prepared, expected):
+def test_directories_and_globs_take_known_files_in_order(tmp_path, texts, tokenizer):
     (texts[0].parent / "LICENCE").write_text("not a document")
     (texts[0].parent / ".hidden.txt").write_text("not a document")
     (texts[0].parent / "deep").mkdir()
@@ -60,7 +61,7 @@ def test_directories_and_globs_take_known_files_in_order(tmp_path, texts, tokeni
     assert (manifest.documents, manifest.made, manifest.reused) == (3, 0, 3)
 
 
-def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer, make_text, prepared, expected):
+def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer):
     datasets = pytest.importorskip("datasets")
     rows = [make_text(n, 20) for n in range(700)]
     data = datasets.Dataset.from_dict({"body": rows, "n": list(range(700))})
@@ -75,7 +76,7 @@ def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer, mak
         prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")
 
 
-def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monkeypatch, make_text, prepared):
+def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
     data = datasets.Dataset.from_dict({"text": [make_text(n, 20) for n in range(50)]})
@@ -89,7 +90,7 @@ def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monk
     assert prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out").documents == 50
 
 
-def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path, tokenizer, make_text, prepared):
+def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path, tokenizer):
     lines = "".join(json.dumps({"text": make_text(n, 40)}) + "\n" for n in range(200)).encode()
     for suffix, packed in PACKERS.items():
         for form in (".jsonl", ".txt"):
@@ -100,7 +101,7 @@ def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path,
                     prepared([path], tokenizer, tmp_path / "out")
 
 
-def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer, make_text, prepared):
+def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer):
     whole = bytearray(parquet([make_text(n, 30) for n in range(2000)]))
     whole[len(whole) // 3] ^= 0xFF
     (tmp_path / "bad.parquet").write_bytes(whole)
@@ -112,7 +113,7 @@ def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer, make_text, pre
             prepared([tmp_path / name], tokenizer, tmp_path / "out")
 
 
-def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, tokenizer, prepared):
+def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, tokenizer):
     folder = texts[0].parent
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "far.txt").write_text("a key far away")
@@ -122,7 +123,7 @@ def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, 
     assert prepared([folder], tokenizer, tmp_path / "out").documents == 6
 
 
-def test_paths_without_texts_say_what_to_do(tmp_path, tokenizer, prepared):
+def test_paths_without_texts_say_what_to_do(tmp_path, tokenizer):
     (tmp_path / "empty").mkdir()
     for name, error, why in (
         ("nowhere", FileNotFoundError, r"no data at .*nowhere"),
@@ -145,7 +146,7 @@ def test_paths_without_texts_say_what_to_do(tmp_path, tokenizer, prepared):
         ("a.jsonl", b"\xef\xbb\xbf\r\n", r"no text in it \(empty documents: 0\): give texts"),
     ],
 )
-def test_what_can_not_be_read_is_named(tmp_path, tokenizer, prepared, name, content, why):
+def test_what_can_not_be_read_is_named(tmp_path, tokenizer, name, content, why):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=why.replace("{file}", str(tmp_path / name))):
         prepared([tmp_path / name], tokenizer, tmp_path / "out")

@@ -14,6 +14,7 @@ from retrofox.config import Source
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
+from tests.data.conftest import expected, make_text, prepared
 
 
 class Characters:
@@ -31,13 +32,13 @@ class Characters:
         return {"input_ids": [min(ord(letter), 127) for letter in text]}
 
 
-def test_tokenizers_in_python_work_too(tmp_path, texts, prepared):
+def test_tokenizers_in_python_work_too(tmp_path, texts):
     (tokens,) = open_tokens(prepared([texts[1]], Characters(), tmp_path / "out"))
     assert tokens.document(0).tolist() == [*map(ord, texts[1].read_text()), 0]
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_documents_are_the_tokenizers_ids_and_eos_once(tmp_path, texts, bos, make_tokenizer, prepared, expected):
+def test_documents_are_the_tokenizers_ids_and_eos_once(tmp_path, texts, bos, make_tokenizer):
     tokenizer = make_tokenizer(bos)
     (tokens,) = open_tokens(prepared([texts[0].parent / "[01].txt"], tokenizer, tmp_path / "out"))
     long = tokens.document(0).tolist()
@@ -47,7 +48,7 @@ def test_documents_are_the_tokenizers_ids_and_eos_once(tmp_path, texts, bos, mak
     assert tokens.document(1).tolist() == expected(texts[1].read_text(), tokenizer)
 
 
-def test_batches_span_files_and_an_unreadable_one_costs_only_itself(tmp_path, texts, tokenizer, prepared):
+def test_batches_span_files_and_an_unreadable_one_costs_only_itself(tmp_path, texts, tokenizer):
     (texts[0].parent / "2a.jsonl").write_text('{"text": "the fox"}\n{"text": 3}')
     with pytest.raises(ValueError, match=r"2a.jsonl:2: field 'text' must hold text, got int"):
         prepared([texts[0].parent], tokenizer, tmp_path / "out")
@@ -58,7 +59,7 @@ def test_batches_span_files_and_an_unreadable_one_costs_only_itself(tmp_path, te
     assert (manifest.made, manifest.reused) == (2, 3)
 
 
-def test_vocabularies_beyond_16_bits_take_32(tmp_path, texts, make_tokenizer, prepared):
+def test_vocabularies_beyond_16_bits_take_32(tmp_path, texts, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f"<extra_{n}>" for n in range(66_000)])
     texts[1].write_text("<extra_65999> the fox")
@@ -67,7 +68,7 @@ def test_vocabularies_beyond_16_bits_take_32(tmp_path, texts, make_tokenizer, pr
     assert tokens.document(0)[0] == len(tokenizer) - 1
 
 
-def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, tokenizer, make_tokenizer, prepared):
+def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, tokenizer, make_tokenizer):
     out = tmp_path / "out"
     first = prepared([texts[0].parent], tokenizer, out)
     assert (first.made, first.reused) == (5, 0)
@@ -88,14 +89,14 @@ def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, t
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"shard": {}}', b'{"shard": []}', b"\xff"])
-def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage, prepared):
+def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage):
     first = prepared([texts[0]], tokenizer, tmp_path / "out")
     (tmp_path / "out" / f"{first.sources[0].shards[0].key}.json").write_bytes(damage)
     again = prepared([texts[0]], tokenizer, tmp_path / "out")
     assert (again.made, again.sources) == (1, first.sources)
 
 
-def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path, texts, tokenizer, prepared):
+def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path, texts, tokenizer):
     manifest = prepared([texts[0]], tokenizer, tmp_path / "out")
     (shard,) = (tmp_path / "out").glob("*.tokens")
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -104,7 +105,7 @@ def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path
     assert prepared([texts[0]], tokenizer, tmp_path / "out").made == 1
 
 
-def test_finished_shards_are_read_where_none_can_be_written(tmp_path, texts, tokenizer, prepared, monkeypatch):
+def test_finished_shards_are_read_where_none_can_be_written(tmp_path, texts, tokenizer, monkeypatch):
     first = prepared([texts[0]], tokenizer, tmp_path / "out")
     for module in ("data.shards", "support.report"):
         monkeypatch.setattr(f"retrofox.{module}.why_unwritable", lambda folder: "Permission denied")
@@ -133,7 +134,7 @@ shards.prepare_sources([Source(path={data!r})], tokenizer, {out!r}, progress=Fal
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer, how, prepared, expected):
+def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer, how):
     out = tmp_path / "out"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = KILLED.format(tokenizer=str(tmp_path / "tokenizer"), data=str(texts[0].parent), out=str(out))
@@ -153,7 +154,7 @@ def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer,
     assert [tokens.document(n).tolist() for n in range(5)] == [expected(p.read_text(), tokenizer) for p in texts]
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make_text, prepared, monkeypatch):
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, monkeypatch):
     path, plain = tmp_path / "growing.txt", Encoder.__call__
     path.write_text(make_text(1, 50))
 
@@ -192,7 +193,7 @@ def test_how_many_texts_have_too_few_words_for_facts_is_said(tmp_path, tokenizer
     assert "documents without words for facts (16, of 4-9 letters): 1" in capsys.readouterr().err
 
 
-def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
+def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer):
     prepared([texts[1]], tokenizer, tmp_path / "out")
     for damage in ("{", "[]", "null", ""):
         (tmp_path / "out" / "digests.json").write_text(damage)

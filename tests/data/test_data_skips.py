@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofox.data.packed import IGNORE, PackedDataset, collate, skipping
+from tests.data.conftest import expected, make_text, prepared
 
 LENGTH, REACH = 16, 1000
 
 
 @pytest.fixture
-def opened(tmp_path, texts, tokenizer, prepared):
+def opened(tmp_path, texts, tokenizer):
     """opened(**options) -> windows of LENGTH tokens of the five texts."""
 
     def dataset(**options) -> PackedDataset:
@@ -82,7 +83,7 @@ def test_a_window_skips_alike_every_time_and_otherwise_under_another_seed(opened
     assert len(differing) > 10  # each window has skips of its own
 
 
-def test_a_segment_of_one_token_has_nothing_to_skip(tmp_path, make_text, tokenizer, prepared, expected):
+def test_a_segment_of_one_token_has_nothing_to_skip(tmp_path, tokenizer):
     (tmp_path / "texts").mkdir()
     for left in (5, 1):  # tokens behind the last whole window: the two share one
         texts = (make_text(0, words) for words in range(20, 400))

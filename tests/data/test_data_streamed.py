@@ -6,12 +6,13 @@ import pytest
 
 from retrofox.data.packed import open_tokens
 from retrofox.data.sources import sliced
+from tests.data.conftest import expected, make_text, prepared
 
 datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch, make_text):
+def hub(tmp_path, monkeypatch):
     """org/books: two Parquet files of 300 documents each in train, 3 in validation; returns (texts, folder)."""
     folder = tmp_path / "hub" / "data"
     folder.mkdir(parents=True)
@@ -35,7 +36,7 @@ def hub(tmp_path, monkeypatch, make_text):
     return texts, folder
 
 
-def test_a_range_of_rows_is_read_and_no_more(hub, tmp_path, tokenizer, prepared, expected):
+def test_a_range_of_rows_is_read_and_no_more(hub, tmp_path, tokenizer):
     texts, folder = hub
     (folder / "train-00001-of-00002.parquet").write_bytes(b"not fetched, so not missed")
     manifest = prepared(["hf:org/books:train[10:290]"], tokenizer, tmp_path / "out", text_field="body")
@@ -45,7 +46,7 @@ def test_a_range_of_rows_is_read_and_no_more(hub, tmp_path, tokenizer, prepared,
     assert (manifest.made, manifest.reused) == (2, 0)
 
 
-def test_shards_are_reused_and_rows_run_over_files_and_to_the_end(hub, tmp_path, tokenizer, prepared, expected):
+def test_shards_are_reused_and_rows_run_over_files_and_to_the_end(hub, tmp_path, tokenizer):
     texts, _ = hub
     sources = ["hf:org/books:train[:900]", "hf:org/books:default:validation[:2]"]
     manifest = prepared(sources, tokenizer, tmp_path / "out", text_field="body")
@@ -59,7 +60,7 @@ def test_shards_are_reused_and_rows_run_over_files_and_to_the_end(hub, tmp_path,
     assert (longer.made, longer.reused) == (0, 2)
 
 
-def test_another_version_of_the_set_is_tokenised_anew(hub, tmp_path, tokenizer, prepared):
+def test_another_version_of_the_set_is_tokenised_anew(hub, tmp_path, tokenizer):
     _, folder = hub
     path = "hf:org/books:validation[:3]"
     prepared([path], tokenizer, tmp_path / "out", text_field="body")
@@ -68,7 +69,7 @@ def test_another_version_of_the_set_is_tokenised_anew(hub, tmp_path, tokenizer, 
     assert (manifest.documents, manifest.made) == (1, 1)
 
 
-def test_bad_slices_and_columns_are_refused(hub, tmp_path, tokenizer, prepared):
+def test_bad_slices_and_columns_are_refused(hub, tmp_path, tokenizer):
     for path, message in (
         ("hf:org/books:train[:9]", r"books:train:1: no field 'text'; the record has 'body', 'n': set text_field"),
         ("hf:org/books::dev[:9]", r"can't be loaded: no rows 0 to 9 of a split 'dev'; there are: train"),

@@ -13,9 +13,10 @@ from retrofox.data.packed import PackedDataset
 from retrofox.data.prepare import prepare
 from retrofox.data.shards import prepare_sources
 from retrofox.training.run_directory import claim_data
+from tests.data.conftest import expected, make_text, prepared
 
 
-def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts, tokenizer, prepared, expected):
+def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts, tokenizer):
     manifest = prepared([texts[0].parent], tokenizer, tmp_path / "out")
     data = PackedDataset(manifest, 32, seed=3)
     whole = [expected(path.read_text(), tokenizer) for path in texts]
@@ -41,7 +42,7 @@ def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts,
     assert data.fill == pytest.approx(sum(map(len, whole)) / (len(data) * 32))
 
 
-def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared, monkeypatch):
+def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, monkeypatch):
     def claimed(*, again=tokenizer, held_out=True, of=texts[0].parent):
         train = prepared([of], again, tmp_path / "out")
         claim_data(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
@@ -65,7 +66,7 @@ def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_
         claimed()
 
 
-def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
+def test_weights_are_shares_of_tokens(tmp_path, tokenizer):
     sources = []
     for name, words, files in (("long", 400, 3), ("short", 9, 40), ("tiny", 3, 2)):
         (tmp_path / name).mkdir()
@@ -81,7 +82,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
     np.testing.assert_allclose(share, [0.2, 0.7, 0.1], atol=2e-4)
 
 
-def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected, capsys):
+def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, capsys):
     tokenizer.save_pretrained(tmp_path / "tok")
     texts[0].write_text("the fox</s> forgets")
     (tmp_path / "tok" / "config.json").write_text('{"model_type": "llama"}')
