@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import bench
 import bench_measure
+import pytest
+import torch
 from bench_problems import DECODE, TABLE, Decode, Problem, Task
 
 
