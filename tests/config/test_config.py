@@ -259,11 +259,6 @@ def test_the_default_treats_rope_and_sinks_as_the_default_recipe_does():
     assert FoxSpec(init="measured").resolved(8192).half_life == (16, 1024)
 
 
-def test_what_a_recipe_adds_to_a_preset_wins_over_the_presets_own():
-    spec = FoxSpec.from_dict({"preset": "alibi", "gate": "none"})
-    assert (spec.rope, spec.gate, spec.init, spec.sink_tokens) == ("drop", "none", FoxSpec.init, FoxSpec.sink_tokens)
-
-
 @pytest.mark.parametrize(
     "text", ["a: [1, 2", "a: 1\na: 2", "a: *b", "? [a, b]\n: c", "a: " + "[" * 5000, "a: " + "9" * 5000], ids=range(6)
 )

@@ -27,7 +27,8 @@ KEYS = {
 def tensors(model: Any, architecture: str) -> dict[str, torch.Tensor]:
     """GGUF name -> tensor: rotary channels of Llamas interleaved."""
     config = model.config
-    names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
+    (arch,) = (arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     made: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -38,10 +39,6 @@ def tensors(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         made[f"{names.get_name(stem)}.{kind}"] = tensor
     return made
-
-
-def _arch(name: str) -> Any:
-    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
 def keys(config: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.conversion.verify import compare
 from retrofox.loading.shards import INDEX
-from tests.model.conftest import logits
 
 TOKENS = torch.arange(2, 34)[None]
 
@@ -42,14 +41,6 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     index = json.loads((directory / INDEX).read_text())["weight_map"]
     files = {name: load_file(directory / name) for name in set(index.values())}
     return {name: files[file][name] for name, file in index.items()}
-
-
-def test_gates_open_and_rope_kept_equal_the_base(base, source, tmp_path):
-    report = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(rope="keep", init="open"))
-    assert report["parity"]["equal"]
-    assert report["parity"]["max_difference"] <= 1e-5
-    assert json.loads((tmp_path / "out" / "retrofox.json").read_text())["parity"] == report["parity"]
-    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out"), TOKENS), logits(base, TOKENS), atol=1e-5, rtol=0)
 
 
 def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(source, tmp_path):
@@ -244,6 +235,7 @@ def test_the_proof_draws_tokens_where_a_tokenizer_knows_nothing_of_its_text(sour
     parity = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)))["parity"]
     assert parity["text"] == "drawn tokens, for want of a tokenizer"
     assert math.isfinite(parity["loss_base"])
+    assert json.loads((tmp_path / "out" / "retrofox.json").read_text())["parity"] == parity
 
 
 def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(

@@ -10,6 +10,7 @@ from fox_kernels.reference import forgetting_attention as reference
 
 import retrofox
 from retrofox.acceleration import attention_dispatch
+from retrofox.anatomy import attention_mode
 from retrofox.model import modeling_fox as scores
 from retrofox.model.attention_torch import masked_attention, visible_keys
 from tests.model.conftest import ids_of, logits
@@ -42,10 +43,8 @@ def test_a_layers_attention_is_the_references(pico_fox, path, monkeypatch, sink)
 def test_gates_in_other_modes_have_no_horizon(pico_fox):
     model, whole = pico_fox(**SPEC), pico_fox(half_life=SPEC["half_life"])
     for mode in ("original", "open"):
-        for each in (model, whole):
-            for layer in each.model.layers:
-                layer.self_attn.mode = mode
-        assert torch.equal(logits(model, ids_of(1, 40)), logits(whole, ids_of(1, 40)))
+        with attention_mode(model, mode), attention_mode(whole, mode):
+            assert torch.equal(logits(model, ids_of(1, 40)), logits(whole, ids_of(1, 40)))
 
 
 def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):

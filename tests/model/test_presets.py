@@ -21,6 +21,7 @@ def test_a_preset_is_its_fields_and_changes_go_before_them():
     assert FoxSpec.from_dict({"preset": "fox-pro"}) == FoxSpec(rope="drop", sink_tokens=0, pro=PRO_PARTS)
     changed = FoxSpec.from_dict({"preset": "fox-pro", "pro": "k-shift", "sink_tokens": 3})
     assert changed == FoxSpec(rope="drop", sink_tokens=3, pro=("k-shift",))
+    assert FoxSpec.from_dict({"preset": "alibi", "gate": "none"}) == FoxSpec(rope="drop", gate="none")
     with pytest.raises(
         ValueError, match=r"of fox must be .* max_wavelength, layer_max_wavelength, gate, .* preset; got"
     ):

@@ -61,7 +61,6 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["fox=null", "attention=flash_attention_3"], "stages.0: attention: flash_attention_3 can't run here"),
         ([f"stages.1.rates={ZERO}"], "stages.1: nothing to train"),
         ([BUDGET, "fox.open_heads=[[0,0],[0,1],[1,0]]"], "stages.1: fox.open_heads leaves 75% of the heads open"),
-        ([BUDGET, "fox.init=measured", "fox.open_heads=1"], "25% of the heads open, and budget.share is 20%"),
         ([BUDGET, "stages.1.rates={gate_bias: 0, gate_weight: 0}"], "budget is for gates, and this stage trains none"),
         ([BUDGET, "fox={init: open}"], "stages.1: budget: gates of init open have no gradient"),
         (["optim=galore_adamw"], "optim: galore_adamw makes its own parameter groups"),
