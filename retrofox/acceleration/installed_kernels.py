@@ -14,12 +14,12 @@ try:
     from fox_kernels.decoding.append import append, append_step, appends, appends_step
     from fox_kernels.decoding.elementwise import add_norm, gate_rows, silu_mul, takes, takes_few
     from fox_kernels.decoding.fixed import decode_at, decodes_at
+    from fox_kernels.host.device import available
     from fox_kernels.layer.entry import entry
     from fox_kernels.layer.gate import gate
     from fox_kernels.layer.norm import head_norm
     from fox_kernels.layer.rotary import rotary
     from fox_kernels.layer.shift import shift
-    from fox_kernels.layer.support import available
 except ImportError:
 
     def _never(*tensors: Any) -> bool:

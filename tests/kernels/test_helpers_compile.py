@@ -11,7 +11,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from compiling import SHARED_MEMORY, by_name, check, compiled_launch, noted
 from fox_kernels.decoding import append, elementwise, planner
-from fox_kernels.layer import entry, gate, norm, rotary, shift, support
+from fox_kernels.host import device
+from fox_kernels.layer import entry, gate, norm, rotary, shift
 from fox_kernels.options import Options
 
 EVERY_OPTION = {"starts": True, "window": 4096, "sink": 4, "softcap": 30.0, "horizon": 8.0}
@@ -123,7 +124,7 @@ def test_decoding_fits_and_spills_no_more_than_recorded(name, arch):
     ],
 )
 def test_fits_and_spills_nothing(name, arch, monkeypatch):
-    monkeypatch.setattr(support, "no_triton_on", lambda device: None)
+    monkeypatch.setattr(device, "no_triton_on", lambda device: None)
     with noted(append, elementwise, norm, shift, rotary, gate, entry) as found:
         function, *inputs = OTHERS[name]
         made = function(*inputs)

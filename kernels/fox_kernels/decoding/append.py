@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..common.blocks import LOG2E
 from ..common.cumsum import clamped
+from ..host.device import available
 from ..host.launch import launch, power_of_2
 from ..layer.gate import log_sigmoid
 from ..layer.rotary import turn
-from ..layer.support import available
 from ..options import LOG_F_MIN
 from .elementwise import logit, logit_block, takes_few
 

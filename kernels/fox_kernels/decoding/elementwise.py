@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host.device import available
 from ..host.launch import cdiv, launch, power_of_2
 from ..layer.gate import log_sigmoid
-from ..layer.support import available
 
 MOST_COLUMNS, MOST_ROWS = 16384, 256  # one program takes a row; `layer.gate` takes the gates of more
 BLOCK = 1024

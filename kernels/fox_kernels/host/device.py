@@ -72,3 +72,17 @@ def triton_unsupported(q: torch.Tensor) -> str | None:
     if q.shape[-1] not in TRITON_HEAD_DIMS:
         return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
     return None
+
+
+def available(x: torch.Tensor) -> bool:
+    """Return whether Triton kernels run on x: on an NVIDIA GPU from Ampere on, or in the interpreter."""
+    return x.dtype in TRITON_DTYPES and no_triton_on(x.device) is None
+
+
+def require(x: torch.Tensor) -> None:
+    """Raise ValueError where the fused kernels can't run on x."""
+    if x.dtype not in TRITON_DTYPES:
+        raise ValueError(f"the fused kernels take bfloat16, float16 and float32, got {x.dtype}: cast it")
+    reason = no_triton_on(x.device)
+    if reason is not None:
+        raise ValueError(f"the fused kernels can't run: {reason}; use torch's own")

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host.device import require
 from ..host.launch import launch, power_of_2
 from . import gate, rotary
-from .support import require
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def entry(
     x bf16, fp16 or fp32, the dtype of all products; wq (H D, K), wk, wv (Hkv D, K) and bias (H D + 2 Hkv D) or None of
     any float dtype; wf (H, K), bf (H,) float32; cos, sin (B or 1, T, P): the first P of D / 2 pairs turn, as in
     `rotary`. Gradients to x, the weights and the biases. q, k and v are slices of one tensor. Raises ValueError for
-    shapes that don't fit, and where the kernels can't run (`support.available`).
+    shapes that don't fit, and where the kernels can't run (`device.available`).
     """
     (B, T, K), (Q, KV, H), pairs = x.shape, (w.shape[0] for w in (wq, wk, wf)), cos.shape[-1]
     fits = wq.shape == (H * head_dim, K) and wk.shape == wv.shape == (KV, K) and wf.shape == (H, K) and bf.shape == (H,)

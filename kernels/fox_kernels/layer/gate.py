@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host.device import require
 from ..host.launch import cdiv, launch, power_of_2
 from .differentiable import Pass, differentiable
-from .support import require
 
 SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
 
@@ -134,7 +134,7 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     x (..., K) bf16, fp16 or fp32; weight (H, K), bias (H,) float32 -> (..., H) float32, natural log, <= 0. Gradients to
     all three. Raises ValueError for weights that are not float32 or don't fit x, and where the kernels can't run
-    (`support.available`).
+    (`device.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
     """
     H, K = weight.shape

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host.device import require
 from ..host.launch import launch, power_of_2
 from .differentiable import Pass, differentiable
-from .support import require
 
 SPLITS = 128  # parts of the tokens whose sums for the gain's gradient are formed side by side
 
@@ -140,7 +140,7 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
 
     x (..., H, D) bf16, fp16 or fp32; gain (H, D) float32; logit (..., H D), any float dtype. Returns x's shape and
     dtype, contiguous. Gradients to all three. Raises ValueError for shapes and dtypes that don't fit, and where the
-    kernels can't run (`support.available`).
+    kernels can't run (`device.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3, gains per head.
     """
     H, D = x.shape[-2:]

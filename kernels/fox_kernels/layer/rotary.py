@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host.device import require
 from ..host.launch import launch, power_of_2
 from .differentiable import Pass, differentiable
-from .support import require
 
 
 def tokens_per_program(half: int) -> int:
@@ -99,7 +99,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     q (B, H, T, D), k (B, Hkv, T, D), one dtype, any strides; cos, sin (B or 1, T, P), P <= D/2, any float dtype.
     Returns both in their dtype, laid out in memory as (B, T, heads, D), as attention reads them. cos and sin get no
-    gradient. Raises ValueError for shapes that don't fit, and where the kernels can't run (`support.available`).
+    gradient. Raises ValueError for shapes that don't fit, and where the kernels can't run (`device.available`).
     Source: Su et al., "RoFormer" (2021), section 3.4.2, halves stacked.
     """
     (B, _, T, D), P = q.shape, cos.shape[-1]

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.groups import Strides
+from ..host.device import require
 from ..host.launch import launch, power_of_2
 from .differentiable import Pass, differentiable
 from .norm import rows_per_program
-from .support import require
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -100,7 +100,7 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
 
     x (B, T, H, D) bf16, fp16 or fp32, any strides; amount (B, T, H) float32, 0 where a document starts. Returns x's
     shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit, and where the
-    kernels can't run (`support.available`).
+    kernels can't run (`device.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3.
     """
     if amount.shape != x.shape[:-1] or amount.dtype != torch.float32:
