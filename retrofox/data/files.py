@@ -50,10 +50,6 @@ class Shard:
         self.check(folder)
         return np.fromfile(folder / f"{self.key}.bounds", dtype="<i8")
 
-    def map(self, folder: Path) -> np.ndarray:
-        """The tokens as a read-only memory map, (tokens,) uint16 or uint32."""
-        return np.memmap(folder / f"{self.key}.tokens", dtype=self.dtype, mode="r")
-
 
 def is_complete(folder: Path, key: str) -> bool:
     """Whether a shard is there, with files of the sizes that were written."""

@@ -164,7 +164,8 @@ def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
     if max(tokenizer.get_vocab().values()) < vocabulary:
         return
     for tokens in open_tokens(manifest):
-        largest = max(int(shard.map(tokens.folder).max()) for shard in tokens.shards)
+        parts = zip(tokens.firsts.tolist(), tokens.shards, strict=False)
+        largest = max(int(tokens.slice(first, shard.tokens)[0].max()) for first, shard in parts)
         if largest >= vocabulary:
             raise ValueError(
                 f"{tokens.source.path} holds the token {tokenizer.convert_ids_to_tokens(largest)!r}, number {largest}, "
