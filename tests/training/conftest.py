@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from retrofox.config import Recipe, validate
@@ -82,6 +83,17 @@ def run_recipe(launch) -> Callable[..., subprocess.CompletedProcess[str]]:
         return launch(RUNNER, recipe, event, when, rank, mode, processes=processes, **variables)
 
     return run
+
+
+def packed_batch(rows: int = 1) -> dict[str, torch.Tensor]:
+    """Rows of two documents of 20 tokens, each of which is a target."""
+    ids = torch.randint(0, 280, (rows, 40), generator=torch.Generator().manual_seed(1))
+    return {
+        "input_ids": ids,
+        "position_ids": (torch.arange(40) % 20).expand(rows, -1),
+        "cu_seqlens": torch.arange(0, rows * 40 + 1, 20, dtype=torch.int32),
+        "targets": ids,
+    }
 
 
 STAGE = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}

@@ -13,6 +13,7 @@ from retrofox.config.stage import AnyStage
 from retrofox.training.model_tweaks import recompute
 from retrofox.training.objectives import stage_objective
 from retrofox.training.offload import Offload
+from tests.training.conftest import packed_batch
 
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40, "gradient_checkpointing": "full"}
 LAYERS = 4
@@ -24,15 +25,8 @@ def model(pico_fox):
 
 
 def loss_of(model, objective="extend"):
-    ids = torch.randint(0, 280, (2, 40), generator=torch.Generator().manual_seed(1))
-    batch = {
-        "input_ids": ids,
-        "position_ids": (torch.arange(40) % 20).expand(2, -1),
-        "cu_seqlens": torch.arange(0, 81, 20, dtype=torch.int32),
-        "targets": ids,
-    }
     stage = TypeAdapter(AnyStage).validate_python({**STAGE, "objective": objective})
-    return stage_objective(model, stage, torch.device("cpu"))(model, batch)[0]
+    return stage_objective(model, stage, torch.device("cpu"))(model, packed_batch(rows=2))[0]
 
 
 def gradients(model, objective="extend"):

@@ -18,20 +18,10 @@ from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, s
 from retrofox.training.objectives import Extend
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens
 from tests import conftest
+from tests.training.conftest import packed_batch
 
 PICO = {**conftest.PICO, "initializer_range": 0.15}
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40}
-
-
-def batch(tokens=40, rows=1):
-    ids = torch.randint(0, 280, (rows, tokens), generator=torch.Generator().manual_seed(1))
-    half = tokens // 2
-    return {
-        "input_ids": ids,
-        "position_ids": (torch.arange(tokens) % half).expand(rows, -1),
-        "cu_seqlens": torch.arange(0, rows * tokens + 1, half, dtype=torch.int32),
-        "targets": ids,
-    }
 
 
 def gradients(model, autocast=False, **switches):
@@ -41,7 +31,7 @@ def gradients(model, autocast=False, **switches):
     model.train().zero_grad(set_to_none=True)
     torch.manual_seed(5)  # for dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = Extend(model, stage, torch.device("cpu"))(model, batch(rows=2))[0]
+        loss = Extend(model, stage, torch.device("cpu"))(model, packed_batch(rows=2))[0]
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     save_memory(model, ExtendStage.model_validate(STAGE))
@@ -59,7 +49,7 @@ def assert_same(one, other, rel):
 
 
 def test_fused_norms_change_nothing(pico_fox):
-    model, ids = pico_fox(), batch()["input_ids"]
+    model, ids = pico_fox(), packed_batch()["input_ids"]
     with torch.no_grad():
         before = model(input_ids=ids).logits
         assert fuse_norms(model) == 5
@@ -145,7 +135,7 @@ def test_only_the_input_is_kept(pico_fox):
         save_memory(model, ExtendStage.model_validate({**STAGE, "tiled_mlp": tile}))
         objective = Extend(model, ExtendStage.model_validate(STAGE), torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            objective(model, batch())
+            objective(model, packed_batch())
         assert any(len(shape) == 3 and shape[-1] == 48 for shape in kept) == wide
 
 
