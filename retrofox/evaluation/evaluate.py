@@ -52,7 +52,7 @@ def evaluate(
     All lines read the same tokens: the first `length` tokens of each document, chosen with the model's tokenizer. A
     converted model is also run with its gates forced open and with its gates shuffled over heads, since a loss alone
     does not tell whether the gates do anything. Prints a bucket table; into `out` go eval.json and
-    per_token_loss.png and .svg, each written whole or not at all, eval.json last.
+    per_token_loss.png and .svg, each written whole or not at all, eval.json first.
 
     Args:
         model: Hub id, directory, .gguf file, adapter directory or a live model.
@@ -147,15 +147,15 @@ def _report(
         for line, summary in zip(result["lines"], loss_report.summarise(losses, length).values(), strict=True):
             line.update(summary)
         loss_report.print_losses(result, console)
+        loss_report.add_curves(result, losses)
     if scores:
         reference = "base" if "base" in scores else "model"
         result["task_differences"] = differences(scores, reference)
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
     result["seconds"] = time.time() - started
     if out is not None:
-        if losses:
-            result["files"] = loss_report.write_files(result, losses, Path(out))
-        write_results(result, Path(out) / "eval.json", console)
+        draw = partial(loss_report.write_figure, result, Path(out)) if losses else dict
+        write_results(result, Path(out) / "eval.json", console, draw)
 
 
 def _run(

@@ -152,12 +152,16 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def write_files(result: dict[str, Any], losses: Losses, out: Path) -> dict[str, str]:
-    """Writes the figure into `out`, the curves drawn into the result; returns the files by name."""
+def add_curves(result: dict[str, Any], losses: Losses) -> None:
+    """Adds the curves that the figure draws to the result."""
     keys = [line["key"] for line in result["lines"]]
     result["curves"] = curves(result["lines"], losses, result["length"])
     result["difference_curves"] = curves(result["lines"], losses, result["length"], less=_reference(keys))
-    png, svg = save_figure(figure(result), out / "per_token_loss")
+
+
+def write_figure(result: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Writes the figure; returns its files by name."""
+    png, svg = save_figure(figure(result), folder / "per_token_loss")
     return {"png": png, "svg": svg}
 
 

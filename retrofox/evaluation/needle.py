@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,7 @@ def needle(
     console = output_console()
     print_tables(result, console)
     if out is not None:
-        result["files"] = write_files(result, Path(out))
-        write_results(result, Path(out) / "needle.json", console)
+        write_results(result, Path(out) / "needle.json", console, partial(write_files, result, Path(out)))
     return result
 
 

@@ -107,10 +107,10 @@ def report(
         "seconds": time.time() - started,
         "environment": environment(),
     }
-    write_result(folder / "report.html", render(result).encode())
     write_result(
         folder / "report.json", (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode()
     )
+    write_result(folder / "report.html", render(result).encode())
     console.print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
     return result
 

@@ -158,6 +158,18 @@ def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tm
     assert "no[red]:x:" in err
 
 
+def test_numbers_are_kept_where_no_figure_can_be_written(on_disk, documents, tmp_path, run):
+    short = ["--lengths", 320, "--depths", 1, "--trials", 1]
+    for command, options, figure, numbers in (
+        ("eval", ["--no-controls"], "per_token_loss.png", "eval.json"),
+        ("inspect", [], "half_lives.png", "gates.json"),
+        ("needle", short, "needle.png", "needle.json"),
+    ):
+        (tmp_path / figure).mkdir()  # as a full disk: the file can't be written
+        code, _, err = run(command, on_disk[1], "--data", documents[0], "--out", tmp_path, *options)
+        assert (code, "can't write" in err, (tmp_path / numbers).is_file()) == (2, True, True)
+
+
 def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_path, monkeypatch):
     model, empty = pico_llama(), tmp_path / "empty.txt"
     empty.write_text("\n")
