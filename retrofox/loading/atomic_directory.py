@@ -25,7 +25,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     A process that is killed leaves it, .OUT.HOST.PID.partial, for the machine's next one to remove.
 
     Raises:
-        ValueError: `out` exists.
+        ValueError: `out` exists, or lies inside a model's directory.
         OSError: it can't be written, as where the disk is full.
     """
     refuse_existing(out)
@@ -52,6 +52,14 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises ValueError where `out` is a file, or a directory with something in it."""
+    """Raises ValueError where `out` is a file, a directory with something in it, or inside a model's directory."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} exists: remove it or choose another OUT")
+    if (model := model_around(out)) is not None:
+        raise ValueError(f"{out} lies inside the model {model}: choose another OUT, outside of it")
+
+
+def model_around(folder: Path) -> Path | None:
+    """The nearest directory that holds a model: this one or one above it; None where there is none."""
+    configs = (place / "config.json" for place in (folder.resolve(), *folder.resolve().parents))
+    return next((file.parent for file in configs if file.is_file() and b'"model_type"' in file.read_bytes()), None)

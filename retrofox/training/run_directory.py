@@ -20,6 +20,7 @@ from retrofox.config import ROLES, Recipe, Stage, dump, load_recipe
 from retrofox.data.pack import PACKING
 from retrofox.data.sampler import ORDERING
 from retrofox.data.shards import Manifest
+from retrofox.loading.atomic_directory import model_around
 from retrofox.parallel.layout import readers_of
 from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
 from retrofox.support.files import write_json, write_whole
@@ -157,8 +158,8 @@ def refuse_mingling(out: Path, base: str, texts: Sequence[str] = ()) -> None:
     clash = None
     if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
         clash = f"holds {base}, the model to train, and the run would write over it"
-    elif model.is_dir() and run.is_relative_to(model):
-        clash = f"lies inside the model, {base}"
+    elif (around := model_around(run.parent)) is not None:
+        clash = f"lies inside the model {around}"
     elif not ours and ((out / "model").exists() or (out / "converted").exists()):
         clash = "has a model, and not of a run (move it away)"
     if clash is not None:

@@ -151,6 +151,7 @@ def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
         "push ./absent me/fox": "does not exist",
         "merge ./absent out": "does not exist",
         "convert {base} {base}": "exists: remove it",
+        "convert {base} {base}/new/sub": "choose another OUT, outside of it",
         "recipes new --model {base} --gpu 4090 --out /proc/new.yaml": "/proc/new.yaml: No such file or directory",
         "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
         "recipes cp smollm2-lora absent/x/y.yaml": "error: absent/x/y.yaml: No such file or directory",

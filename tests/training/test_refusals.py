@@ -152,7 +152,7 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
     assert "the run (`output`) can't go to" in refusal(recipe, f"output={tmp_path / 'file' / 'run'}")
     assert "token shards (`data.cache`) can't go to" in refusal(recipe, f"data.cache={tmp_path / 'file'}")
     before = sorted(pico_fox_checkpoint.iterdir())
-    assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint}")
+    assert "is a model's directory" in refusal(recipe, f"output={pico_fox_checkpoint}")
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint / 'run'}")
     assert sorted(pico_fox_checkpoint.iterdir()) == before
     (tmp_path / "texts").mkdir()
