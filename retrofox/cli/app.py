@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -100,9 +101,23 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
+def at_home(arguments: list[str]) -> list[str]:
+    """Paths under ~/ spelled out, which a shell leaves as they are in quotes and in `--out=~/x`.
+
+    `generate` and `chat` take texts too: of their arguments only names of files that are there count as paths.
+    """
+    result = []
+    for argument in arguments:
+        option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", argument, re.DOTALL).groups("")  # type: ignore[union-attr]
+        whole = os.path.expanduser(path) if path.startswith("~/") else path
+        takes_texts = arguments[0] in ("generate", "chat")
+        result.append(argument if takes_texts and not os.path.exists(whole) else f"{option}{whole}")
+    return result
+
+
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C (handled by typer) with 130."""
-    sys.argv[1:] = spread(sys.argv[1:])
+    sys.argv[1:] = at_home(spread(sys.argv[1:]))
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # other encodings than UTF-8 lack characters that models write

@@ -211,6 +211,10 @@ def test_options_that_take_files_take_several():
     assert spread == ["eval", "M", "--data", "a", "--data", "b", "--data", "c", "--length", "7"]
     for untouched in ("eval --data a --length 7 MODEL", "generate MODEL a b", "convert S O --half-life 1 2", "--data"):
         assert cli.spread([*untouched.split()]) == untouched.split()
+    home, name = os.path.expanduser("~"), os.path.relpath(__file__, os.path.expanduser("~"))
+    assert cli.at_home(["eval", "~/a b", "--out=~/c"]) == ["eval", f"{home}/a b", f"--out={home}/c"]
+    told = ["~/ is home", "--system=~/absent", "~", "--help"]
+    assert cli.at_home(["chat", f"~/{name}", *told]) == ["chat", f"{home}/{name}", *told]
     commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
     options = [option for command in commands for option in command.params if getattr(option, "multiple", False)]
     assert {name for option in options for name in option.opts} == set(cli.SEVERAL)
