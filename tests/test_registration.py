@@ -59,6 +59,8 @@ def test_load_passes_options_on_to_transformers(pico_fox_checkpoint):
     assert model.device.type == "meta"
     with pytest.raises(ValueError, match="tp_plan"):
         retrofox.load(pico_fox_checkpoint, tp_plan="auto")
+    with pytest.raises(ValueError, match="returns the model alone"):
+        retrofox.load(pico_fox_checkpoint, output_loading_info=True)
 
 
 def test_a_device_and_a_device_map_are_one_too_many(pico_fox_checkpoint):

@@ -42,6 +42,11 @@ def load(
     place = None if device is None else resolve_device(device)
     if place is not None and options.get("device_map") is not None:
         raise ValueError(f"device={device!r} and device_map both place the model: give one of them")
+    if options.get("output_loading_info"):
+        raise ValueError(
+            "output_loading_info=True: retrofox.load returns the model alone, and refuses one whose tensors are "
+            "missing; transformers' AutoModelForCausalLM.from_pretrained returns both"
+        )
     if (directory / "adapter_config.json").exists():
         return with_adapter(load(base_of(directory), dtype=dtype, device=device, **options), directory)
     config_dict = read_config(path, revision)
