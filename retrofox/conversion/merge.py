@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from retrofox.anatomy import causal_lm, is_new_tensor
-from retrofox.loading.adapter import base_of, with_adapter
+from retrofox.loading.adapter import converted_base, with_adapter
 from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
@@ -41,7 +41,7 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 
 def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     refuse_existing(out)
-    base = base_of(adapter)
+    base = converted_base(adapter)
     config = read_config(base)
     if config.get("quantization_config"):
         raise ValueError(

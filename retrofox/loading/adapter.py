@@ -12,6 +12,7 @@ from typing import Any
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading.errors import opening
 from retrofox.loading.shards import header
+from retrofox.loading.source import read_config
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -28,7 +29,10 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
     names = {name.removeprefix("base_model.model.") for name in header(adapter / WEIGHTS)}
     lacking = [name for name, _ in base.named_parameters() if is_new_tensor(name) and name not in names]
     if lacking:
-        raise ValueError(f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`")
+        raise ValueError(
+            f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`; peft's own adapters are "
+            "opened by peft.PeftModel.from_pretrained(retrofox.load(BASE), ADAPTER)"
+        )
     note = adapter / "COMPLETE"  # as training leaves it
     trained = json.loads(note.read_text(encoding="utf-8")).get("fox", {}) if note.is_file() else {}
     now = json.loads(json.dumps(base.config.fox))
@@ -74,6 +78,17 @@ def base_of(adapter: Path) -> str:
             f"{file} to where the converted base is now (a directory or Hub id)"
         )
     return named
+
+
+def converted_base(adapter: Path) -> str:
+    """`base_of` an adapter; ValueError where that is no converted model."""
+    base = base_of(adapter)
+    if not read_config(base).get("model_type", "").startswith("fox_"):
+        raise ValueError(
+            f"{adapter} is an adapter of {base}, which is no converted model: open it by "
+            "peft.PeftModel.from_pretrained(MODEL, ADAPTER), or merge it (merge_and_unload) and convert the result"
+        )
+    return base
 
 
 def float32_parts(model: Any) -> Any:

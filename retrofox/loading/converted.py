@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import is_new_tensor, lm_class
-from retrofox.loading.adapter import base_of, with_adapter
+from retrofox.loading.adapter import converted_base, with_adapter
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import opening
 from retrofox.loading.shards import find
@@ -48,7 +48,7 @@ def load(
             "missing; transformers' AutoModelForCausalLM.from_pretrained returns both"
         )
     if (directory / "adapter_config.json").exists():
-        return with_adapter(load(base_of(directory), dtype=dtype, device=device, **options), directory)
+        return with_adapter(load(converted_base(directory), dtype=dtype, device=device, **options), directory)
     config_dict = read_config(path, revision)
     model_type = config_dict.get("model_type", "")
     base_type = model_type.removeprefix("fox_")
