@@ -206,7 +206,11 @@ def complete_stages(out: Path, stages: Sequence[Stage]) -> int:
 def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
     """Changed keys that a resumed run may not change; the first `complete` stages are done."""
     old, new = _compared(before), _compared(now)
-    found = [key for key in new if key != "stages" and old[key] != new[key]]
+    found: list[str] = []
+    for key in (key for key in new if key != "stages" and old[key] != new[key]):
+        then, today = old[key], new[key]
+        names = {**then, **today} if isinstance(then, dict) and isinstance(today, dict) else ()
+        found += [f"{key}.{name}" for name in names if then.get(name) != today.get(name)] or [key]
     if len(old["stages"]) != len(new["stages"]):
         return [*found, "stages"]
     for number, (then, today) in enumerate(zip(old["stages"], new["stages"], strict=True)):
