@@ -6,6 +6,8 @@ that transformers neither reads nor this module knows could change the model, an
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,17 +72,7 @@ def gguf_config(file: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     with opening(file, stays=(OSError,)):
-        from gguf import GGUFReader
-
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        reader = GGUFReader(path)
-        architecture = read_field(reader, "general.architecture")[0]
-        values = {
-            key.removeprefix(f"{architecture}."): _value(read_field(reader, key))
-            for key in reader.fields
-            if key.startswith(f"{architecture}.")
-        }
-        names = {tensor.name for tensor in reader.tensors}
+        config, architecture, values, names = _header(path)
     if config.model_type not in FAMILIES:
         raise _refuse(file, "general.architecture", architecture)
     _refuse_unknown(file, config.model_type, values)
@@ -98,19 +90,37 @@ def gguf_config(file: str | Path) -> Any:
 
 def refuse_unread_tensors(file: str | Path, model: Any) -> None:
     """Raises ValueError, by name, where a .gguf file holds tensors that transformers' reader left out of its model."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(Path(file))
-    architecture = read_field(reader, "general.architecture")[0]
+    _, architecture, _, names = _header(Path(file))
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     known = {name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor)}
-    names = {tensor.name for tensor in reader.tensors}
     lost = sorted(name for name in names if name.removesuffix(".weight") not in known and not name.startswith("rope_"))
     if lost:
         raise ValueError(
             f"{file}: {len(lost)} of its tensors, such as {lost[0]}, have no place in transformers' "
             f"{model.config.model_type}: convert the model that the file was made from"
         )
+
+
+def _header(path: Path) -> tuple[Any, str, Values, frozenset[str]]:
+    """transformers' config of a .gguf file, its architecture, that one's keys, names of tensors."""
+    about = path.stat()
+    return copy.deepcopy(_read_header(path.absolute(), about.st_size, about.st_mtime_ns))  # callers change the config
+
+
+@functools.lru_cache(maxsize=2)
+def _read_header(path: Path, size: int, changed: int) -> tuple[Any, str, Values, frozenset[str]]:
+    """Once for a file: it takes seconds, mostly for the tokenizer's words."""
+    from gguf import GGUFReader
+
+    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    reader = GGUFReader(path)
+    architecture = read_field(reader, "general.architecture")[0]
+    values = {
+        key.removeprefix(f"{architecture}."): _value(read_field(reader, key))
+        for key in reader.fields
+        if key.startswith(f"{architecture}.")
+    }
+    return config, architecture, values, frozenset(tensor.name for tensor in reader.tensors)
 
 
 def _value(items: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
+from retrofox.loading.configs import _read_header
 from retrofox.loading.tokenizers import load_tokenizer
 from tests import conftest
 from tests.conversion.gguf_writer import KEYS, write
@@ -104,7 +105,9 @@ def file(pico_llama, pico_tokenizer, tmp_path_factory) -> Path:
 
 
 def test_a_gguf_file_is_converted_and_proven(file, tmp_path):
+    before = _read_header.cache_info().misses
     base, tokenizer = load_base(file)
+    assert _read_header.cache_info().misses == before + 1
     report = retrofox.convert(file, tmp_path / "out", fox=FoxSpec(rope="keep", init="open", pro=("output-gate",)))
     assert report["weights"] == "dequantised from GGUF"
     assert report["parity"]["equal"]
