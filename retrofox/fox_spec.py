@@ -61,8 +61,8 @@ class FoxSpec(FoxFields):
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
         rope_length: "interpolate": tokens of the base's training context, which decides the pairs that are slowed;
             None = as its config says.
-        yarn_layers: "interpolate": in how many of the first layers the pairs between fast and slow ones are slowed as
-            little as in the code of YaRN's authors, and not as in their paper.
+        beta_fast: "interpolate": a pair that turns so often within rope_length, or oftener, stays as it is;
+        beta_slow: one that turns so often, or less, is slowed by the whole rope_factor; a ramp lies between.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
             mapping such as {0: .inf, 20: 0}.
@@ -124,6 +124,8 @@ class FoxSpec(FoxFields):
         if self.half_life is not None:
             self.half_life = half_life_of(self.half_life)
         self.horizon = None if self.horizon is None else float(self.horizon)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast {self.beta_fast} must not be below beta_slow {self.beta_slow}")
         if self.version is not None:  # a conversion's own: resolved, every field filled in
             return
         if self.pro == ("official",):
@@ -142,7 +144,8 @@ class FoxSpec(FoxFields):
             raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
         if values.get("prune") is not None:
             logger.warning("prune is gone: it approximated attention to all keys, which is computed; see horizon")
-        values = {key: value for key, value in values.items() if key != "prune"}
+        of_old = ("prune", "yarn_layers") if values.get("yarn_layers") == 0 else ("prune",)
+        values = {key: value for key, value in values.items() if key not in of_old}
         known = [f.name for f in fields(cls)]
         for key in (key for key in values if key not in known):
             one_of("a key of fox", key, [name for name in known if name not in STATE])
@@ -189,7 +192,7 @@ def idle_fields(rope: str | None, gate: str, init: str) -> dict[str, str]:
     """Field of a FoxSpec that these values of three others leave without effect -> which of the three does so."""
     idle: dict[str, str] = {}
     if rope != "interpolate":
-        idle |= dict.fromkeys(("rope_factor", "rope_length", "yarn_layers"), "rope")
+        idle |= dict.fromkeys(("rope_factor", "rope_length", "beta_fast", "beta_slow"), "rope")
     if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
     idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")  # state, see FoxSpec

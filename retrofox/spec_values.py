@@ -17,7 +17,8 @@ TOKENS = frozenset(
 NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "rope_factor": (lambda x: 1 <= x < math.inf, "a number from 1 on, times the trained length"),
     "rope_length": (lambda x: 1 <= x < math.inf, "a trained length in tokens, 1 or more"),
-    "yarn_layers": (lambda x: isinstance(x, int) and x >= 0, "a number of layers, 0 or more"),
+    "beta_fast": (lambda x: 0 < x < math.inf, "a positive number of turns within the trained length"),
+    "beta_slow": (lambda x: 0 < x < math.inf, "a positive number of turns within the trained length"),
     "max_wavelength": (lambda x: x > 0, "a positive number of tokens"),
     "max_half_life": (lambda x: 1 <= x < math.inf, "a number of tokens, 1 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
@@ -102,8 +103,6 @@ def require_places(spec: Any, layers: int, kv_heads: int) -> None:
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < layers]
     if too_deep:
         raise ValueError(f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{layers - 1}")
-    if spec.yarn_layers > layers:
-        raise ValueError(f"yarn_layers {spec.yarn_layers}: the model has {layers} layers")
     open_heads = spec.open_heads
     if isinstance(open_heads, int):
         lacking = open_heads > layers * kv_heads

@@ -110,7 +110,7 @@ def described(spec: FoxSpec) -> dict[str, str]:
         rows["RoPE"] += ", pairs chosen by layer"
     elif spec.rope == "interpolate":
         rows["RoPE"] += f", slow pairs up to {spec.rope_factor:g} times slower"
-        rows["RoPE"] += f", by the index in the first {spec.yarn_layers} layers" if spec.yarn_layers else ""
+        rows["RoPE"] += f" (beta_fast {spec.beta_fast:g}, beta_slow {spec.beta_slow:g})"
     elif spec.rope == "partial":
         rows["RoPE"] += f", wavelengths up to {spec.max_wavelength:g} tokens kept"
     if spec.horizon is not None:

@@ -32,7 +32,8 @@ class FoxFields:
     rope: str | None = None
     rope_factor: float | None = None
     rope_length: float | None = None
-    yarn_layers: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     max_wavelength: float | None = None
     layer_max_wavelength: dict[int, float] = field(default_factory=dict)
     layer_pairs: dict[int, tuple[int, ...]] = field(default_factory=dict)

@@ -274,8 +274,7 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     if spec.rope in ("keep", "drop"):
         return [float(spec.rope == "keep")] * len(inv_freq)
     if spec.rope == "interpolate":
-        length, factor = spec.known("rope_length"), spec.known("rope_factor")
-        return interpolated(inv_freq, length, factor, by_index=layer_idx < spec.yarn_layers)
+        return interpolated(inv_freq, spec)
     dropped = spec.rope == "anneal" and spec.anneal_to == "drop"
     target = [0.0] * len(inv_freq) if dropped else _up_to(inv_freq, spec.known("max_wavelength"))
     if spec.rope == "anneal":
@@ -286,17 +285,17 @@ def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]
     return target
 
 
-def interpolated(inv_freq: list[float], trained_length: float, factor: float, by_index: bool = False) -> list[float]:
-    """Fades that stretch slow pairs: fade = g + (1 - g) / factor, g = clip((r - 1) / (32 - 1), 0, 1).
+def interpolated(inv_freq: list[float], spec: FoxFields) -> list[float]:
+    """Fades that stretch slow pairs: g + (1 - g) / rope_factor, g = (r - beta_slow) / (beta_fast - beta_slow), in 0..1.
 
-    r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length; one that turns less than
-    once would meet unseen angles. `by_index`: g = clip(ln r / ln 32, 0, 1), which slows the pairs between less.
-    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature; the
-    authors' code goes by a pair's index.
+    r = rope_length * inv_freq / (2 pi) is how often a pair turns within the trained length; one that turns less than
+    once would meet unseen angles. Equal betas: no ramp, g = 1 above them and 0 below.
+    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2; beta and alpha there), no temperature.
     """
-    turns = [min(32.0, max(1.0, trained_length * w / (2 * math.pi))) for w in inv_freq]
-    kept = [math.log(r) / math.log(32.0) if by_index else (r - 1.0) / (32.0 - 1.0) for r in turns]
-    return [g + (1.0 - g) / factor for g in kept]
+    turns = [spec.known("rope_length") * w / (2 * math.pi) for w in inv_freq]
+    width = max(spec.beta_fast - spec.beta_slow, 1e-9)
+    kept = [min(1.0, max(0.0, (r - spec.beta_slow) / width)) for r in turns]
+    return [g + (1.0 - g) / spec.known("rope_factor") for g in kept]
 
 
 def _up_to(inv_freq: list[float], max_wavelength: float) -> list[float]:

@@ -200,14 +200,14 @@ def test_interpolation_is_the_ramp_of_yarn():
     config = LlamaConfig(hidden_size=64, num_attention_heads=1, max_position_embeddings=8192 * 4, rope_parameters=yarn)
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     plain = [1e5 ** (-2 * pair / 64) for pair in range(32)]
-    ours = torch.tensor(plain) * torch.tensor(interpolated(plain, 8192, 4.0))
+    ours = torch.tensor(plain) * torch.tensor(interpolated(plain, FoxSpec(rope_factor=4).resolved(8192)))
     turns = [8192 * w / (2 * math.pi) for w in plain]
     ends = [number for number, r in enumerate(turns) if r >= 32 or r <= 1]
     assert len(ends) > 16
     assert torch.allclose(ours[ends], theirs[ends], rtol=1e-5)
     assert ours.diff().max() < 0  # a pair stays slower than the one before it
-    by_index = torch.tensor(plain) * torch.tensor(interpolated(plain, 8192, 4.0, by_index=True))
-    assert torch.allclose(by_index, theirs, rtol=1e-5)
+    step = interpolated(plain, FoxSpec(rope_factor=4, beta_fast=8, beta_slow=8).resolved(8192))
+    assert step == [1.0 if r > 8 else 0.25 for r in turns]
 
 
 def test_interpolation_is_the_default_and_its_length_is_the_bases():
@@ -220,12 +220,13 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
         times = 4 if kind == "default" else 1
         assert stretched.max_position_embeddings == times * base.max_position_embeddings
         assert trained_length(stretched) == trained_length(base)
-    first, second = (m.rotary_fade for _, m in attentions(convert(make_base("default"), yarn_layers=1)))
-    assert first.fade == interpolated(first.inv_freq, 64, 8.0, by_index=True) != second.fade
-    assert second.fade == interpolated(second.inv_freq, 64, 8.0)
-    for wrong in (3, -1, 0.5):  # of two layers
-        with pytest.raises(ValueError, match="yarn_layers"):
-            convert(make_base("default"), yarn_layers=wrong)
+    fade = next(attentions(convert(make_base("default"), beta_fast=2, beta_slow=2)))[1].rotary_fade
+    assert fade.fade == [1.0 if 64 * w / (2 * math.pi) > 2 else 0.125 for w in fade.inv_freq]
+    for wrong in (0, -1, math.nan, "8"):
+        with pytest.raises(ValueError, match="beta_slow must be a positive number of turns"):
+            FoxSpec(beta_slow=wrong)
+    with pytest.raises(ValueError, match="beta_fast 4 must not be below beta_slow 8"):
+        FoxSpec(beta_fast=4, beta_slow=8)
     assert FoxSpec(max_wavelength=100).rope == "partial"
     for wrong in (0.5, -1.0, math.inf):
         with pytest.raises(ValueError, match="rope_factor must be"):
