@@ -39,7 +39,7 @@ def read(path: Path) -> Any:
 
 
 def needles(folder: Path, model: str | None = None) -> dict[str, Any]:
-    """By mode: length, prompts, share found, its Wilson interval and the answers' mean log-probability.
+    """By mode: length, prompts, share found (by depth, too), its Wilson interval and the answers' mean log-probability.
 
     Of the model of that label, or of the only one; from needle-MODE/ and folders whose names go on, such as
     needle-easy-64k/.
@@ -49,7 +49,10 @@ def needles(folder: Path, model: str | None = None) -> dict[str, Any]:
         for path in sorted(folder.glob(f"needle-{mode}*/needle.json")):
             models = read(path)["models"]
             (label,) = models if model is None else [model]
-            found.setdefault(mode, []).extend(models[label]["modes"][mode]["by_length"])
+            measured = models[label]["modes"][mode]
+            by_depth = zip(*measured["found"], strict=True)  # written by depth, then length
+            for row, depths in zip(measured["by_length"], by_depth, strict=True):
+                found.setdefault(mode, []).append(row | {"by_depth": [round(share, 3) for share in depths]})
     return {mode: sorted(rows, key=lambda row: row["length"]) for mode, rows in found.items()}
 
 

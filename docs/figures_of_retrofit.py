@@ -28,9 +28,11 @@ from measured_arms import (
 )
 
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "unbounded-24M")
+STEPPED = ("late-step", "late-256", "step-32", "step-8")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
-    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
+    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED),
+    *("mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
     *("skips-64k", "skips-log", "broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M"),
     *("unbounded-again", "unbounded", "default"),
 )
@@ -190,6 +192,19 @@ def retrofit_live() -> str:
             shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
             rows.append([label, *shares])
     return table(["arm", "operations at 8k / 32k / 128k, %", "cache, %"], rows or [[NO_ARM, "-", "-"]])
+
+
+def retrofit_distance() -> str:
+    """Standard needles found, per cent, by the length of the text and how far back in it the needle stands."""
+    places = [(length, quarters) for length in (8192, 16384, 32768) for quarters in (4, 3, 2, 1)]
+    rows = []
+    for label, arm in on_file(("near-ramp", "yarn-layers-20", *STEPPED)).items():
+        by_length = {row["length"]: row["by_depth"] for row in arm["needles"].get("standard", ())}
+        depths = [by_length[length][4 - quarters] if length in by_length else None for length, quarters in places]
+        if by_length:
+            rows.append([label, *("-" if share is None else f"{100 * share:.0f}" for share in depths)])
+    names = [f"{length // 1024}k, {length * quarters // 4096}k back" for length, quarters in places]
+    return table(["arm", *names], rows)
 
 
 def retrofit_ruler() -> str:

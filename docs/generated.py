@@ -183,6 +183,7 @@ OF_RESULTS = (
     figures_of_retrofit.retrofit_live,
     figures_of_retrofit.cache_methods,
     figures_of_retrofit.retrofit_instructions,
+    figures_of_retrofit.retrofit_distance,
     figures_of_retrofit.retrofit_ruler,
     figures_of_retrofit.retrofit_ruler_tasks,
     figures_of_retrofit.retrofit_loss,
