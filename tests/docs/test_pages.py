@@ -192,7 +192,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"| {short.split()[0]} to {opened.split()[-1]} of the time | cuDNN, no gates |",
             f"| the same, head dim 256 | {cudnn} of the time |",
             f"{len(SUPPORTED)} model types",
-            f"{shared['dense']} of twice one GPU's speed; packed documents {shared['packed']}; near and far heads {shared['gates']} |",
+            f"{shared['dense']} of twice one GPU's speed; packed documents {shared['packed']}; "
+            f"near and far heads {shared['gates']} |",
             f"| {' to '.join(served[32768])} / {' to '.join(served[2048])} of the tokens/s, two runs |",
             f"16 sequences after 32k / 128k, H200 | "
             f"{horizon['16 x 32768']} / {horizon['16 x 131072']} of the GPU's time",
