@@ -12,6 +12,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
+from retrofox.anatomy import is_new_tensor
 from retrofox.conversion.card import HERE, adapter_card, card, history, licence_in, licence_of
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
@@ -116,7 +117,9 @@ def _model_card(directory: Path) -> str:
 
 def _base_on_hub(directory: Path, base: str | None) -> str:
     """The Hub id under which an adapter's converted base is found by others; refuses weights that aren't finite."""
-    shards.header(directory / WEIGHTS)
+    trained_here = (directory / "COMPLETE").is_file() or any(map(is_new_tensor, shards.header(directory / WEIGHTS)))
+    if not trained_here:
+        raise ValueError(f"{directory} is an adapter without gates, not trained by retrofox: upload it by `hf upload`")
     require_finite(directory, load_file(directory / WEIGHTS))
     named = base or base_of(directory)
     if Path(named).exists() or named.count("/") != 1 or named.startswith((".", "/")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrofox.loading.source import read_config
+from retrofox.loading.source import read_config, refuse_adapter
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 SMOLLM2_135M = {
@@ -39,4 +39,5 @@ def config_of(model: str) -> dict[str, Any]:
     """config.json of a directory or Hub id; of a known model without asking the Hub."""
     if model.endswith(".gguf"):
         raise ValueError(f"{model} has no config.json to plan from: give the model it was made from")
+    refuse_adapter(model)
     return KNOWN.get(model.removesuffix("-Instruct")) or read_config(model)

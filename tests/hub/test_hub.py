@@ -233,6 +233,10 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fo
     assert 'snapshot_download("me/adapter")' in card
     weights = adapter / "adapter_model.safetensors"
     assert files["adapter_model.safetensors"] == weights.read_bytes()
+    plain = {name: value for name, value in load_file(weights).items() if "forget_gate" not in name}
+    save_file(plain, weights)
+    with pytest.raises(ValueError, match="an adapter without gates, not trained by retrofox"):
+        push(adapter, "me/adapter", base="me/base", dry_run=True)
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ValueError, match="download it again"):
         push(adapter, "me/adapter", base="me/base", dry_run=True)
