@@ -208,5 +208,5 @@ def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(
     run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128")
     converted = json.loads((tmp_path / "run" / "converted" / "config.json").read_text())
     assert converted["fox"]["base"] == str(tmp_path / "other")
-    with pytest.raises(ValueError, match="holds another run: seed differs from"):
-        run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128", "seed=1")
+    with pytest.raises(ValueError, match=r"holds another run: seed, data\.text_field differ from"):
+        run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128", "seed=1", "data.text_field=body")
