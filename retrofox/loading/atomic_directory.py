@@ -60,6 +60,8 @@ def refuse_existing(out: Path) -> None:
 
 
 def model_around(folder: Path) -> Path | None:
-    """The nearest directory that holds a model: this one or one above it; None where there is none."""
-    configs = (place / "config.json" for place in (folder.resolve(), *folder.resolve().parents))
-    return next((file.parent for file in configs if file.is_file() and b'"model_type"' in file.read_bytes()), None)
+    """The nearest directory that holds a model, with weights: this one or one above it; None where there is none."""
+    places = [place for place in (folder.resolve(), *folder.resolve().parents) if (place / "config.json").is_file()]
+    weights = "*.safetensors", "pytorch_model*.bin"
+    held = (place for place in places if any(any(place.glob(name)) for name in weights))
+    return next((place for place in held if b'"model_type"' in (place / "config.json").read_bytes()), None)

@@ -154,6 +154,8 @@ def test_a_run_writes_over_nothing_that_is_not_its_own(write_recipe, tmp_path, p
     before = sorted(pico_fox_checkpoint.iterdir())
     assert "is a model's directory" in refusal(recipe, f"output={pico_fox_checkpoint}")
     assert "lies inside the model" in refusal(recipe, f"output={pico_fox_checkpoint / 'run'}")
+    (tmp_path / "config.json").write_text('{"model_type": "of a project, not of a model"}')
+    assert check_here(load_recipe(recipe)) == []
     assert sorted(pico_fox_checkpoint.iterdir()) == before
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("A text of its own. " * 99)
