@@ -13,6 +13,7 @@ from retrofox.anatomy import is_new_tensor
 from retrofox.loading.errors import opening
 from retrofox.loading.shards import header
 from retrofox.loading.source import read_config
+from retrofox.model.configuration_fox import FoxFields
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -34,13 +35,14 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
             "opened by peft.PeftModel.from_pretrained(retrofox.load(BASE), ADAPTER)"
         )
     note = adapter / "COMPLETE"  # as training leaves it
-    trained = json.loads(note.read_text(encoding="utf-8")).get("fox", {}) if note.is_file() else {}
-    now = json.loads(json.dumps(base.config.fox))
-    for name in sorted(trained.keys() - {"base", "base_revision", "version"}):
-        if trained[name] != now.get(name):
+    trained = json.loads(note.read_text(encoding="utf-8")).get("fox") if note.is_file() else None
+    now = vars(FoxFields.read(json.loads(json.dumps(base.config.fox))))  # also of fields that one of them lacks
+    then = now if trained is None else vars(FoxFields.read(trained))
+    for name in sorted(then.keys() - {"base", "base_revision", "version"}):
+        if then[name] != now[name]:
             raise ValueError(
-                f"{adapter} was trained on a base with fox.{name} = {trained[name]}, and {base.config._name_or_path} "
-                f"has {now.get(name)}: convert the base as it was, or train again"
+                f"{adapter} was trained on a base with fox.{name} = {then[name]}, and {base.config._name_or_path} "
+                f"has {now[name]}: convert the base as it was, or train again"
             )
     with peft_is_behind(), opening(f"{adapter}, on {base.config._name_or_path},"):
         return float32_parts(PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable))

@@ -128,6 +128,15 @@ def test_damaged_adapters_are_named(make_recipe, tmp_path):
     before = of_base.read_text()
     of_base.write_text(json.dumps({**json.loads(before), "fox": {**json.loads(before)["fox"], "horizon": 3.5}}))
     refused(r"was trained on a base with fox\.horizon = None, and .* has 3\.5: convert the base as it was")
+    note, trained = adapter / "COMPLETE", (adapter / "COMPLETE").read_text()
+    fox = json.loads(before)["fox"]
+    earlier = {"yarn_layers": 0} | {name: fox[name] for name in fox if name != "beta_slow"}
+    note.write_text(json.dumps({"fox": earlier}))
+    of_base.write_text(before)
+    retrofox.load(adapter)  # what an earlier version noted says the same
+    of_base.write_text(json.dumps({**json.loads(before), "fox": {**fox, "beta_slow": 3.5}}))
+    refused(r"was trained on a base with fox\.beta_slow = 1\.0, and .* has 3\.5")
+    note.write_text(trained)
     of_base.write_text(before.replace('"fox_llama"', '"llama"'))
     refused(r"is an adapter of .*, which is no converted model: open it by peft.PeftModel")
     of_base.write_text(before)
