@@ -104,7 +104,7 @@ def refuse_unread_tensors(file: str | Path, model: Any) -> None:
 def _header(path: Path) -> tuple[Any, str, Values, frozenset[str]]:
     """transformers' config of a .gguf file, its architecture, that one's keys, names of tensors."""
     about = path.stat()
-    return copy.deepcopy(_read_header(path.absolute(), about.st_size, about.st_mtime_ns))  # callers change the config
+    return copy.deepcopy(_read_header(path.absolute(), about.st_size, about.st_ctime_ns))  # callers change the config
 
 
 @functools.lru_cache(maxsize=2)

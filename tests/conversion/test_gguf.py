@@ -1,5 +1,6 @@
 """Converting a .gguf file: the model it was made from, proven, its tokenizer along; what would change it is refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
-from retrofox.loading.configs import _read_header
+from retrofox.loading.configs import _read_header, gguf_config
 from retrofox.loading.tokenizers import load_tokenizer
 from tests import conftest
 from tests.conversion.gguf_writer import KEYS, write
@@ -108,6 +109,11 @@ def test_a_gguf_file_is_converted_and_proven(file, tmp_path):
     before = _read_header.cache_info().misses
     base, tokenizer = load_base(file)
     assert _read_header.cache_info().misses == before + 1
+    (tmp_path / "another.gguf").write_bytes(file.read_bytes())
+    shutil.copystat(file, tmp_path / "another.gguf")
+    (tmp_path / "another.gguf").replace(file)
+    gguf_config(file)
+    assert _read_header.cache_info().misses == before + 2
     report = retrofox.convert(file, tmp_path / "out", fox=FoxSpec(rope="keep", init="open", pro=("output-gate",)))
     assert report["weights"] == "dequantised from GGUF"
     assert report["parity"]["equal"]
