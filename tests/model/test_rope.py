@@ -222,6 +222,7 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
         assert trained_length(stretched) == trained_length(base)
     fade = next(attentions(convert(make_base("default"), beta_fast=2, beta_slow=2)))[1].rotary_fade
     assert fade.fade == [1.0 if 64 * w / (2 * math.pi) > 2 else 0.125 for w in fade.inv_freq]
+    wrong: Any
     for wrong in (0, -1, math.nan, "8"):
         with pytest.raises(ValueError, match="beta_slow must be a positive number of turns"):
             FoxSpec(beta_slow=wrong)
