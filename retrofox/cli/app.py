@@ -102,15 +102,15 @@ def spread(arguments: list[str]) -> list[str]:
 
 
 def at_home(arguments: list[str]) -> list[str]:
-    """Paths under ~/ spelled out, which a shell leaves as they are in quotes and in `--out=~/x`.
+    """~ and paths under it spelled out, which a shell leaves as they are in quotes and in `--out=~/x`.
 
     `generate` and `chat` take texts too: of their arguments only names of files that are there count as paths.
     """
     result = []
     for argument in arguments:
         option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", argument, re.DOTALL).groups("")  # type: ignore[union-attr]
-        whole = os.path.expanduser(path) if path.startswith("~/") else path
         takes_texts = arguments[0] in ("generate", "chat")
+        whole = os.path.expanduser(path) if path.startswith("~/") or (path == "~" and not takes_texts) else path
         result.append(argument if takes_texts and not os.path.exists(whole) else f"{option}{whole}")
     return result
 

@@ -213,6 +213,7 @@ def test_options_that_take_files_take_several():
         assert cli.spread([*untouched.split()]) == untouched.split()
     home, name = os.path.expanduser("~"), os.path.relpath(__file__, os.path.expanduser("~"))
     assert cli.at_home(["eval", "~/a b", "--out=~/c"]) == ["eval", f"{home}/a b", f"--out={home}/c"]
+    assert cli.at_home(["inspect", "~a", "--out=~"]) == ["inspect", "~a", f"--out={home}"]
     told = ["~/ is home", "--system=~/absent", "~", "--help"]
     assert cli.at_home(["chat", f"~/{name}", *told]) == ["chat", f"{home}/{name}", *told]
     commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
