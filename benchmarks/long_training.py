@@ -30,7 +30,7 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, validate
 from retrofox.planning.hardware import Hardware, here
 from retrofox.planning.hours import flops_per_token
-from retrofox.planning.memory import Setting, cpu_memory, memory
+from retrofox.planning.memory import cpu_memory, memory
 from retrofox.planning.plan import changes_that_fit, named
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
@@ -164,11 +164,11 @@ class Bench:
     def plan(self, recipe: Recipe, config: Any) -> dict[str, Any]:
         """The cheapest switches that fit, and the memory planned with them (without any where none fit)."""
         stage, started = recipe.stages[0], time.perf_counter()
-        shape, setting = shape_of(config.to_dict()), Setting(cuda=self.device.type == "cuda")
-        room = Hardware("this one", 0.95 * 1e9 * self.options.room, None)
-        changes = changes_that_fit(shape, recipe, stage, room, setting)
+        shape = shape_of(config.to_dict())
+        room = Hardware("this one", 0.95 * 1e9 * self.options.room, None, gpu=self.device.type == "cuda")
+        changes = changes_that_fit(shape, recipe, stage, room)
         stage = stage.model_copy(update=changes or {})
-        planned = memory(shape, recipe, stage, setting)
+        planned = memory(shape, recipe, stage, room)
         keys = ("gradient_checkpointing", "tiled_mlp", "offload_activations")
         return {
             "switches": {key: getattr(stage, key) for key in keys},
@@ -176,7 +176,7 @@ class Bench:
             "changes": changes,
             "planned_gb": round(math.fsum(planned.values()) / 1e9, 3),
             "planned_components_gb": {key: round(value / 1e9, 3) for key, value in planned.items()},
-            "planned_cpu_gb": round(math.fsum(cpu_memory(shape, recipe, stage, setting).values()) / 1e9, 3),
+            "planned_cpu_gb": round(math.fsum(cpu_memory(shape, recipe, stage, room).values()) / 1e9, 3),
             "seconds_planning": round(time.perf_counter() - started, 1),
         }
 

@@ -63,11 +63,6 @@ def degrees(context: int, kv_heads: int) -> Degrees:
     return Degrees(best, context // best)
 
 
-def readers_of(parallel: ParallelConfig, processes: int) -> int:
-    """How many different rows the processes read at a time: one for each context group."""
-    return max(1, processes // parallel.context)
-
-
 def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
     """How a context group is split for a model's key/value heads."""
     return degrees(parallel.context, kv_heads_of(config))

@@ -49,6 +49,8 @@ class Hardware(NamedTuple):
         memory: bytes that a run can have on each device.
         flops: peak operations per second of each, None where it is unknown.
         host: bytes of CPU memory, None where another machine is planned for.
+        gpus: devices that the run is spread over.
+        sharding: "ddp" (weights whole on each GPU), "fsdp2" or "zero3" (weights, gradients, optimizer split).
     """
 
     name: str
@@ -56,6 +58,13 @@ class Hardware(NamedTuple):
     flops: float | None
     gpu: bool = True
     host: float | None = None
+    gpus: int = 1
+    sharding: str = "ddp"
+
+    @property
+    def shards(self) -> int:
+        """Parts into which weights, gradients and the optimizer's state are split."""
+        return 1 if self.sharding == "ddp" else self.gpus
 
 
 def peak_of(name: str) -> float | None:

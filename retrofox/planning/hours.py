@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from retrofox.config import LoraConfig, Stage
+from retrofox.planning.hardware import Hardware
 from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import Shape
 
@@ -64,12 +65,12 @@ def flops_per_token(shape: Shape, lora: LoraConfig | None, stage: Stage) -> floa
     return training + (forward if stage.objective == "distill" else 0.0)
 
 
-def hours_of(
-    shape: Shape, lora: LoraConfig | None, stage: Stage, tokens: int, peak: float, gpus: int, sharding: str
-) -> Hours:
-    """Hours of `tokens` training tokens on GPUs of this peak, at the shares of it that the nearest run reached."""
+def hours_of(shape: Shape, lora: LoraConfig | None, stage: Stage, tokens: int, on: Hardware) -> Hours | None:
+    """Hours of `tokens` training tokens at the shares of the peak that the nearest run reached; None without a peak."""
+    if on.flops is None:
+        return None
     rows = [row for row in REACHED if row.objective == stage.objective]
     rows = [row for row in rows if row.adapts == (lora is not None)] or rows
     found = min(rows, key=lambda row: abs(math.log(row.parameters / shape.parameters)))
-    ideal = tokens * flops_per_token(shape, lora, stage) / (peak * gpus) / 3600
-    return Hours(ideal / found.high, ideal / found.low / (SHARED[sharding] if gpus > 1 else 1.0), found.file)
+    ideal = tokens * flops_per_token(shape, lora, stage) / (on.flops * on.gpus) / 3600
+    return Hours(ideal / found.high, ideal / found.low / (SHARED[on.sharding] if on.gpus > 1 else 1.0), found.file)

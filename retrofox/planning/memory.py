@@ -15,11 +15,11 @@ step. It is within 10 % of the training runs in benchmarks/, which `tests/planni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from retrofox.config import LoraConfig, Recipe, Stage, TaughtStage
+from retrofox.planning.hardware import Hardware
 from retrofox.planning.shape import Shape, products
-from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, recomputed_layers, tokens_per_step
+from retrofox.planning.steps import STATE_BYTES, auto_tile, chunk_rows, readers_of, recomputed_layers, tokens_per_step
 
 NF4_BYTES = 0.52
 """Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
@@ -28,23 +28,6 @@ TILE_TENSORS = 7
 GATHERED = 24_000_000
 """Parameters that FSDP2 gathers at a time, two such units at once."""
 PARTS = ("weights", "teacher", "gradients", "optimizer", "activations", "logits", "other")
-
-
-class Setting(NamedTuple):
-    """The devices that a stage runs on.
-
-    Attributes:
-        sharding: "ddp" (weights whole on each GPU), "fsdp2" or "zero3" (weights, gradients, optimizer split).
-    """
-
-    gpus: int = 1
-    sharding: str = "ddp"
-    cuda: bool = True
-
-    @property
-    def shards(self) -> int:
-        """Parts into which weights, gradients and the optimizer's state are split."""
-        return 1 if self.sharding == "ddp" else self.gpus
 
 
 def trained_parameters(shape: Shape, lora: LoraConfig | None, stage: Stage) -> dict[str, int]:
@@ -87,13 +70,13 @@ def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
     return any(one.rate("attention") > 0 or one.rate("rest") > 0 for one in (*stages[:until], stage))
 
 
-def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
+def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str, float]:
     """Bytes on one device at the peak of a step, by PARTS."""
     number = 4 if recipe.precision == "fp32" else 2
     lora, adapts = recipe.lora, recipe.lora is not None
     tokens = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
     trained = sum(trained_parameters(shape, lora, stage).values())
-    readers = max(1, on.gpus // recipe.parallel.context)
+    readers = readers_of(recipe.parallel, on.gpus)
     micro_batches = tokens_per_step(stage, readers) // (stage.micro_batch * stage.sequence_length * readers)
     learns_head = not adapts and stage.rate("rest") > 0 and stage.objective != "align"
     head_size = shape.embedding  # a tied head is as large
@@ -108,7 +91,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
     shared: dict[str, float] = {
         "weights": weights / on.shards,
         "teacher": float(number * shape.base) if has_teacher(stage, recipe.stages, adapts) else 0.0,
-        "optimizer": 0.0 if is_paged(recipe.optim) and on.cuda else optimizer,
+        "optimizer": 0.0 if is_paged(recipe.optim) and on.gpu else optimizer,
     }
 
     # numbers that autocast makes of float32 weights, or FSDP2 of its parts
@@ -124,12 +107,12 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str,
 
     layer, working, behind = _layer(shape, stage, tokens, number, lora)
     checkpoint = float(tokens * number * shape.hidden)
-    here = again if not (stage.offload_activations and on.cuda) else min(again, 2)
+    here = again if not (stage.offload_activations and on.gpu) else min(again, 2)
     log = 4.0 * tokens * shape.layers * shape.heads if shape.gates != (0, 0) else 0.0
     kept = (shape.layers - again) * layer + here * checkpoint + log + 2 * checkpoint
 
     distills = stage.objective == "distill"
-    rows = min(tokens, chunk_rows(shape.vocabulary, on.cuda, distills))
+    rows = min(tokens, chunk_rows(shape.vocabulary, on.gpu, distills))
     each = 26 if distills else number + 8
     logits = 0.0 if stage.objective == "align" else float(rows * shape.vocabulary * each)
     kept_head = 4.0 * head_size if learns_head else 0.0
@@ -185,15 +168,15 @@ def is_paged(optim: str) -> bool:
     return optim.startswith("paged")
 
 
-def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
+def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str, float]:
     """Bytes of CPU memory that one process's offloads take; {} without them."""
     number = 4 if recipe.precision == "fp32" else 2
     found = {}
-    if stage.offload_activations and on.cuda:
+    if stage.offload_activations and on.gpu:
         rows = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
         gone = max(0, len(recomputed_layers(stage.gradient_checkpointing, shape.layers)) - 2)
         found["activations"] = float(gone * number * rows * shape.hidden)
-    if is_paged(recipe.optim) and on.cuda:
+    if is_paged(recipe.optim) and on.gpu:
         trained = sum(trained_parameters(shape, recipe.lora, stage).values())
         found["optimizer"] = float(STATE_BYTES.get(recipe.optim, 8)) * trained
     return found

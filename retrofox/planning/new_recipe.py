@@ -12,7 +12,7 @@ from retrofox.loading.source import check_source
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of
-from retrofox.planning.memory import Setting, cpu_memory, memory
+from retrofox.planning.memory import cpu_memory, memory
 from retrofox.planning.plan import SWITCHES, changes_that_fit, longest_row
 from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import count_steps
@@ -40,7 +40,7 @@ class FittingRecipe(NamedTuple):
 
     values: dict[str, Any]
     recipe: Recipe
-    setting: Setting
+    sharding: str
     why: str
 
 
@@ -65,18 +65,19 @@ def new_recipe(model: str, length: int, on: Hardware, gpus: int = 1, *, adapters
     share = min(0.95, max(0.2, round(2 * open_heads / heads, 2)))  # of two kv heads the open one alone is half
     values["stages"][0]["budget"] = {"share": share, "length": 32768}
     shape = shape_of(config, validate(values).fox)
+    on = on._replace(gpus=gpus)
     room = on._replace(memory=MARGIN * on.memory)
-    fitting = next(_fitting_recipes(values, shape, room, gpus, adapters), None)
+    fitting = next(_fitting_recipes(values, shape, room, adapters), None)
     if fitting is None:
         smallest = validate({**values, "lora": {"rank": 16, "quantize": "nf4"}})
         stage = smallest.stages[0].model_copy(update=SWITCHES)
-        longest = longest_row(shape, smallest, stage, room, Setting(gpus, "ddp", on.gpu))
+        longest = longest_row(shape, smallest, stage, room)
         way = f"give --length {longest} or less" if longest else "take a larger GPU"
         raise ValueError(
             f"rows of {length:,} tokens of {model} fit {gpus} x {on.name} ({size(on.memory)}) in no way, not with a "
             f"4-bit base and every switch: {way}"
         )
-    return _text(fitting, shape, on)
+    return _text(fitting, shape, on._replace(sharding=fitting.sharding))
 
 
 def _values(model: str, length: int, reach: int, trained: int, open_heads: int, gpus: int) -> dict[str, Any]:
@@ -103,14 +104,12 @@ def _values(model: str, length: int, reach: int, trained: int, open_heads: int, 
     }
 
 
-def _fitting_recipes(
-    values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adapters: bool
-) -> Iterator[FittingRecipe]:
+def _fitting_recipes(values: dict[str, Any], shape: Shape, on: Hardware, adapters: bool) -> Iterator[FittingRecipe]:
     """Recipes that fit, the best first."""
     ways: list[tuple[dict[str, Any] | None, str, str]] = []
     if not adapters:
         ways.append((None, "ddp", "whole weights fit"))
-    if not adapters and gpus > 1:
+    if not adapters and on.gpus > 1:
         ways.append((None, "fsdp2", "whole weights fit, split over the GPUs by FSDP2"))
     first = "adapters on a bfloat16 base fit" + ("" if adapters else ", whole weights don't")
     ways.append(({"rank": 16}, "ddp", first))
@@ -121,38 +120,32 @@ def _fitting_recipes(
         stage = {**values["stages"][0], "learning_rate": rate, "rates": {"gate_bias": 1e-3, "gate_weight": 1e-3}}
         adapted = values if lora is None else {**values, "lora": lora}
         recipe = validate({**adapted, "stages": [stage]})
-        setting = Setting(gpus, sharding, on.gpu)
-        changes = changes_that_fit(shape, recipe, recipe.stages[0], on, setting)
+        changes = changes_that_fit(shape, recipe, recipe.stages[0], on._replace(sharding=sharding))
         if changes is None:
             continue
         chosen = {**adapted, "stages": [{**stage, **changes}]}
-        yield FittingRecipe(chosen, validate(chosen), setting, why)
+        yield FittingRecipe(chosen, validate(chosen), sharding, why)
 
 
 def _text(fitting: FittingRecipe, shape: Shape, on: Hardware) -> str:
-    recipe, stage, setting = fitting.recipe, fitting.recipe.stages[0], fitting.setting
-    needed = sum(memory(shape, recipe, stage, setting).values())
-    moved = sum(cpu_memory(shape, recipe, stage, setting).values())
+    recipe, stage = fitting.recipe, fitting.recipe.stages[0]
+    needed = sum(memory(shape, recipe, stage, on).values())
+    moved = sum(cpu_memory(shape, recipe, stage, on).values())
     beside = f" and {moved / 1e9:.1f} GB of CPU memory" if moved else ""
     hours, file = "unknown", "for this device"
-    if on.flops is not None:
-        found = hours_of(shape, recipe.lora, stage, stage.tokens, on.flops, setting.gpus, setting.sharding)
-        hours, file = (
-            f"{found.low:.1f} to {found.high:.1f} hours",
-            f"by the shares of the peak in benchmarks/{found.file}",
-        )
-    launch = (
-        f"accelerate launch --config_file recipes/accelerate/{setting.sharding}.yaml --num_processes {setting.gpus}"
-    )
-    several = f"; {launch} -m retrofox train RECIPE" if setting.gpus > 1 else ""
+    if found := hours_of(shape, recipe.lora, stage, stage.tokens, on):
+        hours = f"{found.low:.1f} to {found.high:.1f} hours"
+        file = f"by the shares of the peak in benchmarks/{found.file}"
+    launch = f"accelerate launch --config_file recipes/accelerate/{on.sharding}.yaml --num_processes {on.gpus}"
+    several = f"; {launch} -m retrofox train RECIPE" if on.gpus > 1 else ""
     length, kind = stage.sequence_length, "whole weights" if recipe.lora is None else "LoRA"
     comment = f"""\
 # {recipe.model} with stretched rotary pairs, forget gates and a horizon, rows of {length:,} tokens, {kind}.
 # Put your own texts in place of the books, such as train: [books/], and your own output.
 #
 # short:    gates, horizon, stretched RoPE to {length // 1024}k, {kind} | \
-{setting.gpus} x {on.memory / 1e9:.0f} GB | {hours} (computed)
-# hardware: {setting.gpus} x {on.name}{several}
+{on.gpus} x {on.memory / 1e9:.0f} GB | {hours} (computed)
+# hardware: {on.gpus} x {on.name}{several}
 # tokens:   {stage.tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps
 # time:     not run here: {hours} {file}
 # result:   not run here. {fitting.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f}{beside} by `retrofox plan`

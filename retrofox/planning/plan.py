@@ -18,10 +18,10 @@ from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of
 from retrofox.planning.live_share import live_at_start
-from retrofox.planning.memory import Setting, cpu_memory, memory, tile_tokens, trained_parameters
+from retrofox.planning.memory import cpu_memory, memory, tile_tokens, trained_parameters
 from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes, refused
 from retrofox.planning.shape import Shape, shape_of
-from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
+from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, readers_of, save_steps, tokens_per_step
 from retrofox.spec_values import require_places
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
@@ -69,9 +69,9 @@ def plan(
         require_places(spec, shape.layers, shape.kv_heads)
     if spec is not None and spec.gate != "none":
         live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
-    setting = _setting(shape, recipe, on, gpus, sharding)
+    on = _spread(shape, recipe, on, gpus, sharding)
     stages, context = [], recipe.parallel.context
-    readers = max(1, gpus // context)
+    readers = readers_of(recipe.parallel, gpus)
     try:
         refuse_processes(recipe.parallel, gpus)
     except ValueError as error:
@@ -84,7 +84,7 @@ def plan(
             refuse_budget(stage, config if recipe.fox is None else {**config, "fox": recipe.fox.to_dict()})
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")
-        stages.append(_stage_plan(shape, recipe, stage, on, setting))
+        stages.append(_stage_plan(shape, recipe, stage, on))
     disk = _disk(recipe, shape.parameters, stages)
     place = nearest_existing(Path(recipe.output))
     free = shutil.disk_usage(place if place.is_dir() else place.parent).free
@@ -102,7 +102,7 @@ def plan(
         "parameters_added": shape.added,
         "device": on.name,
         "devices": gpus,
-        "sharding": setting.sharding if gpus > 1 else None,
+        "sharding": on.sharding if gpus > 1 else None,
         "device_memory_gb": on.memory / 1e9,
         "stages": stages,
         "live_at_start": live,
@@ -111,35 +111,31 @@ def plan(
         "hours": total,
         "self_chat": recipe.data.self_chat,
         "dollars": None if total is None or price is None else [hours * gpus * price for hours in total],
-        "recipes_that_fit": recipes_that_fit(on, gpus) if on.gpu else [],
+        "recipes_that_fit": recipes_that_fit(on) if on.gpu else [],
         "refusals": refusals,
     }
 
 
-def _setting(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Setting:
-    """The sharding asked for, or the first of ddp and fsdp2 with which every stage fits."""
-    if sharding is not None or gpus == 1:
-        return Setting(gpus, sharding or "ddp", on.gpu)
-    whole = Setting(gpus, "ddp", on.gpu)
-    fit = all(fits(shape, recipe, stage, on, whole) for stage in recipe.stages)
-    return whole if fit else whole._replace(sharding="fsdp2")
+def _spread(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Hardware:
+    """Several devices, with the sharding asked for, or the first of ddp and fsdp2 with which every stage fits."""
+    on = on._replace(gpus=gpus, sharding=sharding or "ddp")
+    fit = sharding is not None or gpus == 1 or all(fits(shape, recipe, stage, on) for stage in recipe.stages)
+    return on if fit else on._replace(sharding="fsdp2")
 
 
-def fits(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> bool:
+def fits(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> bool:
     """Whether a stage's memory is at most the device's, and its offloads' at most the machine's where that is known."""
-    moved = setting.gpus * sum(cpu_memory(shape, recipe, stage, setting).values())
-    needed = sum(memory(shape, recipe, stage, setting).values())
+    moved = on.gpus * sum(cpu_memory(shape, recipe, stage, on).values())
+    needed = sum(memory(shape, recipe, stage, on).values())
     return needed <= on.memory and (on.host is None or moved <= on.host)
 
 
-def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> dict[str, Any]:
-    batch_tokens = tokens_per_step(stage, max(1, setting.gpus // recipe.parallel.context))
+def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str, Any]:
+    batch_tokens = tokens_per_step(stage, readers_of(recipe.parallel, on.gpus))
     steps = count_steps(stage, batch_tokens)
     tokens = steps * batch_tokens
     trained = trained_parameters(shape, recipe.lora, stage)
-    hours = None
-    if on.flops is not None:
-        hours = hours_of(shape, recipe.lora, stage, tokens, on.flops, setting.gpus, setting.sharding)
+    hours = hours_of(shape, recipe.lora, stage, tokens, on)
     return {
         "objective": stage.objective,
         "budget": stage.budget.model_dump() if isinstance(stage, BudgetedStage) and stage.budget else None,
@@ -150,23 +146,21 @@ def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, settin
         "groups": [
             {"role": role, "learning_rate": stage.rate(role), "parameters": count} for role, count in trained.items()
         ],
-        "memory_gb": {part: amount / 1e9 for part, amount in memory(shape, recipe, stage, setting).items()},
+        "memory_gb": {part: amount / 1e9 for part, amount in memory(shape, recipe, stage, on).items()},
         "cpu_memory_gb": {
-            part: amount / 1e9 for part, amount in cpu_memory(shape, recipe, stage, setting).items() if amount
+            part: amount / 1e9 for part, amount in cpu_memory(shape, recipe, stage, on).items() if amount
         },
-        "fits": fits(shape, recipe, stage, on, setting),
-        "change": advice(shape, recipe, stage, on, setting),
-        "longest_sequence": longest_row(shape, recipe, stage, on, setting),
+        "fits": fits(shape, recipe, stage, on),
+        "change": advice(shape, recipe, stage, on),
+        "longest_sequence": longest_row(shape, recipe, stage, on),
         "hours": None if hours is None else [hours.low, hours.high],
         "hours_from": None if hours is None else hours.file,
     }
 
 
-def changes_that_fit(
-    shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting
-) -> dict[str, Any] | None:
+def changes_that_fit(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str, Any] | None:
     """The cheapest switches with which a stage fits; {} where it fits as it is, None where none make it."""
-    free = {key: value for key, value in SWITCHES.items() if _can_change(key, shape, stage, setting)}
+    free = {key: value for key, value in SWITCHES.items() if _can_change(key, shape, stage, on)}
     cost = {key: 1 << list(SWITCHES).index(key) for key in free}
     sets: list[dict[str, Any]] = [{}]
     for key, value in free.items():
@@ -175,51 +169,51 @@ def changes_that_fit(
         changed = stage.model_copy(update=changes)
         if changed.offload_activations and changed.gradient_checkpointing == "none":
             continue
-        if fits(shape, recipe, changed, on, setting):
+        if fits(shape, recipe, changed, on):
             return changes
     return None
 
 
-def _can_change(key: str, shape: Shape, stage: Stage, setting: Setting) -> bool:
+def _can_change(key: str, shape: Shape, stage: Stage, on: Hardware) -> bool:
     if getattr(stage, key) == SWITCHES[key]:
         return False
     if key == "tiled_mlp":
-        return stage.tiled_mlp == "none" and bool(shape.matrices) and setting.sharding != "zero3"
+        return stage.tiled_mlp == "none" and bool(shape.matrices) and on.sharding != "zero3"
     if key == "offload_activations":
-        return stage.objective != "align" and setting.cuda
+        return stage.objective != "align" and on.gpu
     return True
 
 
-def advice(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> str | None:
+def advice(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> str | None:
     """One line: what to change so that a stage fits; None where it does."""
-    if fits(shape, recipe, stage, on, setting):
+    if fits(shape, recipe, stage, on):
         return None
-    for words, other, where in _variants(recipe, setting):
-        changes = changes_that_fit(shape, other, stage, on, where)
+    for words, other, where in _variants(recipe, on):
+        changes = changes_that_fit(shape, other, stage, where)
         if changes is not None:
             return "set " + " and ".join(filter(None, (words, named(changes))))
-    for words, other, where in _variants(recipe, setting):
-        if longest := longest_row(shape, other, stage.model_copy(update=SWITCHES), on, where):
+    for words, other, where in _variants(recipe, on):
+        if longest := longest_row(shape, other, stage.model_copy(update=SWITCHES), where):
             beside = f" and {words}" if words else ""
             return f"set sequence_length to {longest} at most, with {named(SWITCHES)}{beside}"
     return "take a larger GPU"
 
 
-def _variants(recipe: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe, Setting]]:
-    """Larger changes than switches, the smallest first: in words, the recipe, the setting."""
-    yield "", recipe, setting
-    if setting.gpus > 1 and setting.sharding == "ddp":
-        yield "--sharding fsdp2", recipe, setting._replace(sharding="fsdp2")
+def _variants(recipe: Recipe, on: Hardware) -> Iterator[tuple[str, Recipe, Hardware]]:
+    """Larger changes than switches, the smallest first: in words, the recipe, the devices."""
+    yield "", recipe, on
+    if on.gpus > 1 and on.sharding == "ddp":
+        yield "--sharding fsdp2", recipe, on._replace(sharding="fsdp2")
     adaptable = all(stage.objective in ("extend", "distill") for stage in recipe.stages)
     if recipe.lora is None and recipe.fox is not None and adaptable:
-        yield "lora: {rank: 16}", recipe.model_copy(update={"lora": LoraConfig(rank=16)}), setting
+        yield "lora: {rank: 16}", recipe.model_copy(update={"lora": LoraConfig(rank=16)}), on
     if recipe.fox is not None and adaptable and (recipe.lora is None or recipe.lora.quantize is None):
         packed = (recipe.lora or LoraConfig(rank=16)).model_copy(update={"quantize": "nf4"})
         words = "lora: {rank: 16, quantize: nf4}" if recipe.lora is None else "lora.quantize: nf4"
-        yield words, recipe.model_copy(update={"lora": packed}), setting
-    more = 2 * setting.gpus
-    while more <= 64 and more < 16 * setting.gpus and recipe.lora is None:
-        yield f"--gpus {more} --sharding fsdp2", recipe, Setting(more, "fsdp2", setting.cuda)
+        yield words, recipe.model_copy(update={"lora": packed}), on
+    more = 2 * on.gpus
+    while more <= 64 and more < 16 * on.gpus and recipe.lora is None:
+        yield f"--gpus {more} --sharding fsdp2", recipe, on._replace(gpus=more, sharding="fsdp2")
         more *= 2
 
 
@@ -229,12 +223,12 @@ def named(changes: dict[str, Any]) -> str:
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
 
 
-def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> int:
+def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> int:
     """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does."""
 
     def has_room(blocks: int) -> bool:
         changes = {"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None}
-        return fits(shape, recipe, stage.model_copy(update=changes), on, setting)
+        return fits(shape, recipe, stage.model_copy(update=changes), on)
 
     # Rows above a tile take less memory than a row of one tile: where the first of them fits, longer ones may.
     above = tile_tokens(shape, stage) // 256 + 1
@@ -267,7 +261,7 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
     return {"total": total / 1e9, "one_checkpoint": largest / 1e9}
 
 
-def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:
+def recipes_that_fit(on: Hardware) -> list[str]:
     """Names of the shipped recipes that this many devices hold, every stage of them."""
     found = []
     for name, file in shipped().items():
@@ -278,7 +272,7 @@ def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:
         if config is None:
             continue
         shape = shape_of(config, recipe.fox)
-        setting = _setting(shape, recipe, on, gpus, None)
-        if all(fits(shape, recipe, stage, on, setting) for stage in recipe.stages):
+        several = _spread(shape, recipe, on, on.gpus, None)
+        if all(fits(shape, recipe, stage, several) for stage in recipe.stages):
             found.append(name)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrofox.config import CheckpointConfig, Stage
+from retrofox.config import CheckpointConfig, ParallelConfig, Stage
 
 STATE_BYTES = {
     "adamw_torch": 8,
@@ -19,6 +19,11 @@ STATE_BYTES = {
     "adagrad": 4,
 }
 """Optimizer state per trained parameter, by optim; 8 (two float32 moments) where it is not listed."""
+
+
+def readers_of(parallel: ParallelConfig, processes: int) -> int:
+    """How many different rows the processes read at a time: one for each context group."""
+    return max(1, processes // parallel.context)
 
 
 def tokens_per_step(stage: Stage, devices: int) -> int:

@@ -21,8 +21,7 @@ from retrofox.data.pack import PACKING
 from retrofox.data.sampler import ORDERING
 from retrofox.data.shards import Manifest
 from retrofox.loading.atomic_directory import model_around
-from retrofox.parallel.layout import readers_of
-from retrofox.planning.steps import accumulation, count_steps, stage_rows, tokens_per_step
+from retrofox.planning.steps import accumulation, count_steps, readers_of, stage_rows, tokens_per_step
 from retrofox.support.files import write_json, write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment

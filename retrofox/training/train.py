@@ -19,9 +19,9 @@ from retrofox.config import Recipe
 from retrofox.data.prepare import prepare_data
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.layout import readers_of, split_of
+from retrofox.parallel.layout import split_of
 from retrofox.parallel.mesh import build_mesh
-from retrofox.planning.steps import accumulation
+from retrofox.planning.steps import accumulation, readers_of
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
 from retrofox.training.arguments import arguments

@@ -32,10 +32,10 @@ from retrofox.data.shards import Manifest, check_cache
 from retrofox.data.sources import resolve
 from retrofox.loading.errors import first_line
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.layout import readers_of, refuse_sharing, split_of
+from retrofox.parallel.layout import refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
 from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes
-from retrofox.planning.steps import accumulation, tokens_per_step
+from retrofox.planning.steps import accumulation, readers_of, tokens_per_step
 from retrofox.support.processes import shards_weights
 from retrofox.support.report import check_folder
 from retrofox.training.chunked_loss import choose_cross_entropy

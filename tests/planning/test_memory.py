@@ -14,20 +14,21 @@ import pytest
 
 from retrofox.config import load_recipe, validate
 from retrofox.config.shipped import HOME
+from retrofox.planning.hardware import Hardware
 from retrofox.planning.known import LLAMA_1B, LLAMA_8B, QWEN3_8B, SMOLLM2_135M
-from retrofox.planning.memory import Setting, cpu_memory, memory
+from retrofox.planning.memory import cpu_memory, memory
 from retrofox.planning.shape import Shape, shape_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPES = {"smollm2": SMOLLM2_135M, "llama-3.2-1b": LLAMA_1B, "llama-3.1-8b-lora": LLAMA_8B, "qwen3-8b-lora": QWEN3_8B}
-ONE = Setting()
+ONE = Hardware("a GPU", 80e9, None)
 
 
 def read(name: str) -> dict:
     return json.loads((BENCHMARKS / name).read_text())
 
 
-def planned(shape: str, stage: dict, on: Setting = ONE, converted: bool = True, layers: int | None = None) -> float:
+def planned(shape: str, stage: dict, on: Hardware = ONE, converted: bool = True, layers: int | None = None) -> float:
     """Gigabytes of an extend stage; shapes that end in -lora have adapters of rank 16."""
     config = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     fox = {"half_life": [256, 65536]} if converted else None
@@ -60,7 +61,7 @@ def test_long_rows(row):
     assert found == pytest.approx(row["peak_memory_gb"], rel=0.1)
 
 
-GPUS = {"alone": ONE, "ddp": Setting(2), "step": Setting(2, "fsdp2")}
+GPUS = {"alone": ONE, "ddp": ONE._replace(gpus=2), "step": ONE._replace(gpus=2, sharding="fsdp2")}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_stages_of_earlier_recipes(row):
     assert found == pytest.approx(row["measured_gb"], rel=0.1)
 
 
-def parts(recipe, on: Setting = ONE) -> dict[str, float]:
+def parts(recipe, on: Hardware = ONE) -> dict[str, float]:
     return memory(shape_of(LLAMA_1B, recipe.fox), recipe, recipe.stages[0], on)
 
 
@@ -140,7 +141,7 @@ def test_a_second_model_teaches_where_the_weights_move(recipe_of):
 
 def test_part_of_a_row_takes_part_of_its_memory(recipe_of):
     stage = {"batch_tokens": None, "sequence_length": 65536}
-    alone, shared = (parts(recipe_of(stage=stage, parallel={"context": n}), Setting(2)) for n in (1, 2))
+    alone, shared = (parts(recipe_of(stage=stage, parallel={"context": n}), ONE._replace(gpus=2)) for n in (1, 2))
     assert shared["activations"] == pytest.approx(alone["activations"] / 2)
     assert shared["weights"] == alone["weights"]
 
@@ -151,4 +152,4 @@ def test_offloads_move_to_the_cpu(recipe_of):
     shape = shape_of(LLAMA_1B, recipe.fox)
     moved = cpu_memory(shape, recipe, recipe.stages[0], ONE)
     assert moved == {"activations": 14 * 2 * 8192 * 2048, "optimizer": 8 * shape.parameters}
-    assert cpu_memory(shape, recipe, recipe.stages[0], Setting(cuda=False)) == {}
+    assert cpu_memory(shape, recipe, recipe.stages[0], ONE._replace(gpu=False)) == {}

@@ -16,7 +16,6 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.planning.hardware import Hardware, hardware
 from retrofox.planning.known import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 from retrofox.planning.live_share import live_at_start, live_shares
-from retrofox.planning.memory import Setting
 from retrofox.planning.plan import longest_row, plan
 from retrofox.planning.report import print_plan
 from retrofox.planning.shape import shape_of
@@ -92,8 +91,8 @@ def test_a_model_too_large_for_one_gpu_is_split(recipe_of):
 )
 def test_the_longest_row_is_the_last_that_fits(recipe_of, switches, lora, room):
     recipe, card = recipe_of(stage=switches, lora=lora), Hardware("card", 1e9 * room, None)
-    shape, stage, setting = shape_of(LLAMA_1B, recipe.fox), recipe.stages[0], Setting()
-    found = longest_row(shape, recipe, stage, card, setting)
+    shape, stage = shape_of(LLAMA_1B, recipe.fox), recipe.stages[0]
+    found = longest_row(shape, recipe, stage, card)
     sizes = []
     for length in (found, found + 256):
         longer = recipe_of(stage={**switches, "sequence_length": length, "batch_tokens": None}, lora=lora)

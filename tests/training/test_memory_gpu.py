@@ -9,7 +9,8 @@ import torch
 
 import retrofox
 from retrofox.config import ExtendStage, validate
-from retrofox.planning.memory import Setting, memory
+from retrofox.planning.hardware import hardware
+from retrofox.planning.memory import memory
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.training.measure import measure_steps
@@ -85,7 +86,7 @@ def test_the_plan_is_within_ten_percent(model, switches):
     stage = {"objective": "extend", "tokens": 100 * tokens, "sequence_length": tokens, **switches}
     recipe = validate({"model": "m", "output": "unused", "data": {"train": ["unused"]}, "stages": [stage]})
     set_trainable(model, recipe.stages[0])
-    planned = memory(shape_of(model.config.to_dict()), recipe, recipe.stages[0], Setting())
+    planned = memory(shape_of(model.config.to_dict()), recipe, recipe.stages[0], hardware("h100"))
     gc.collect()
     torch.cuda.empty_cache()
     before = reset_peak(device)
