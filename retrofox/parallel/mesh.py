@@ -89,7 +89,7 @@ class _Gather(torch.autograd.Function):
 def build_mesh(split: Degrees) -> Mesh:
     """The mesh of this run: neighbouring processes make a context group. Every process must call it."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    assert world % split.context == 0, "settings.refuse_processes"
+    assert world % split.context == 0, "planning.refusals.refused_on"
 
     def mine(groups: list[list[int]]) -> Any:
         """The group that holds this process; all processes make all of them, in one order."""

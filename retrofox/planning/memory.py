@@ -14,8 +14,6 @@ step. It is within 10 % of the training runs in benchmarks/, which `tests/planni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from retrofox.config import LoraConfig, Recipe, Stage, TaughtStage
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.shape import Shape, products
@@ -57,17 +55,12 @@ def adapted(shape: Shape, lora: LoraConfig) -> list[str]:
     return [name for name in shape.matrices if lora.targets == "all-linear" or name in lora.targets]
 
 
-def has_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool) -> bool:
-    """Whether the original is there as a second model: where the stage learns from weights that have moved.
-
-    Args:
-        stages: of the recipe; those before `stage` may have moved them.
-        adapts: the recipe has adapters, which leave the pretrained weights as they are.
-    """
-    if not isinstance(stage, TaughtStage) or adapts:
+def has_teacher(recipe: Recipe, stage: Stage) -> bool:
+    """Whether the original is there as a second model: the stage learns from weights that it, or one before, moves."""
+    if not isinstance(stage, TaughtStage) or recipe.lora is not None:  # adapters leave the pretrained weights alone
         return False
-    until = next((place for place, other in enumerate(stages) if other is stage), 0)
-    return any(one.rate("attention") > 0 or one.rate("rest") > 0 for one in (*stages[:until], stage))
+    until = next((place for place, other in enumerate(recipe.stages) if other is stage), 0)
+    return any(one.rate("attention") > 0 or one.rate("rest") > 0 for one in (*recipe.stages[:until], stage))
 
 
 def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str, float]:
@@ -90,7 +83,7 @@ def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware) -> dict[str
     optimizer = float(STATE_BYTES.get(recipe.optim, 8)) * trained / on.shards
     shared: dict[str, float] = {
         "weights": weights / on.shards,
-        "teacher": float(number * shape.base) if has_teacher(stage, recipe.stages, adapts) else 0.0,
+        "teacher": float(number * shape.base) if has_teacher(recipe, stage) else 0.0,
         "optimizer": 0.0 if is_paged(recipe.optim) and on.gpu else optimizer,
     }
 

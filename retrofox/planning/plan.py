@@ -19,9 +19,9 @@ from retrofox.planning.hours import hours_of
 from retrofox.planning.known import KNOWN, config_of
 from retrofox.planning.live_share import live_at_start
 from retrofox.planning.memory import cpu_memory, memory, tile_tokens, trained_parameters
-from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes, refused
+from retrofox.planning.refusals import refuse_budget, refused, refused_on
 from retrofox.planning.shape import Shape, shape_of
-from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, readers_of, save_steps, tokens_per_step
+from retrofox.planning.steps import STATE_BYTES, count_steps, readers_of, save_steps, tokens_per_step
 from retrofox.spec_values import require_places
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
@@ -61,7 +61,7 @@ def plan(
         ValueError: its config.json can't be planned from.
     """
     config = config_of(recipe.model)
-    refusals = list(refused(recipe, config))
+    refusals = [*refused(recipe, config), *refused_on(recipe, gpus, sharding == "zero3")]
     spec = None if recipe.fox is None else recipe.fox.resolved(trained_length(config))
     shape = shape_of(config, spec)
     live = None
@@ -70,17 +70,9 @@ def plan(
     if spec is not None and spec.gate != "none":
         live = live_at_start(spec, trained_length(config), shape.layers, shape.heads, shape.kv_heads)
     on = _spread(shape, recipe, on, gpus, sharding)
-    stages, context = [], recipe.parallel.context
-    readers = readers_of(recipe.parallel, gpus)
-    try:
-        refuse_processes(recipe.parallel, gpus)
-    except ValueError as error:
-        refusals.append(str(error))
-    if sharding == "zero3" and (context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
-        refusals.append(NOT_WITH_DEEPSPEED)
+    stages = []
     for number, stage in enumerate(recipe.stages):
         try:
-            accumulation(stage, tokens_per_step(stage, readers), readers)
             refuse_budget(stage, config if recipe.fox is None else {**config, "fox": recipe.fox.to_dict()})
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")

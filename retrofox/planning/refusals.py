@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from retrofox.config import BudgetedStage, ParallelConfig, Recipe, Stage
+from retrofox.config import BudgetedStage, Recipe, Stage
 from retrofox.config_values import kv_heads_of, rope_sets, rope_type, value_of
 from retrofox.loading.source import check_source
 from retrofox.model.configuration_fox import FoxFields
-
-NOT_WITH_DEEPSPEED = "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
+from retrofox.planning.steps import accumulation, readers_of, tokens_per_step
 
 
 def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
@@ -55,11 +54,18 @@ def refuse_budget(stage: Stage, config: Any) -> None:
         )
 
 
-def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
-    """Raises ValueError where the processes don't make whole context groups."""
-    context = parallel.context
+def refused_on(recipe: Recipe, processes: int, deepspeed: bool) -> Iterator[str]:
+    """What a recipe may not ask of so many processes, or of DeepSpeed."""
+    context, readers = recipe.parallel.context, readers_of(recipe.parallel, processes)
     if processes % context:
-        raise ValueError(
+        yield (
             f"parallel.context: {context} processes share a row, and there are {processes}: launch a multiple of "
             f"{context} (accelerate launch --num_processes {context} -m retrofox train; WORLD_SIZE={context} for plan)"
         )
+    if deepspeed and (context > 1 or any(stage.tiled_mlp != "none" for stage in recipe.stages)):
+        yield "parallel.context and tiled_mlp run with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config"
+    for number, stage in enumerate(recipe.stages):
+        try:
+            accumulation(stage, tokens_per_step(stage, readers), readers)
+        except ValueError as error:
+            yield f"stages.{number}: {error}"

@@ -65,8 +65,7 @@ def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -
         set_trainable(model, stage, adapters=recipe.lora is not None)
         if recipe.lora is not None:
             lower_frozen(model, PRECISIONS[recipe.precision])
-        source = Path(recipe.model) if recipe.fox is None else None  # None: a conversion that is yet to be made
-        if needs_teacher(stage, recipe.stages, recipe.lora is not None, source):
+        if needs_teacher(recipe, stage, Path(recipe.model)):
             teacher = built(config)
     return measure_steps(recipe, stage, model, device, teacher, before=before)
 

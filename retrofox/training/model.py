@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import is_converted, is_new_tensor, lm_class
-from retrofox.config import DataConfig, ExtendStage, LoraConfig, Recipe, Stage
+from retrofox.config import ExtendStage, LoraConfig, Recipe
 from retrofox.config_values import trained_length
 from retrofox.conversion.convert import convert
 from retrofox.fox_spec import FoxSpec
@@ -64,15 +63,16 @@ def built(config: Any, lora: LoraConfig | None = None, base: str = "") -> Any:
     return model if lora is None else add_adapters(model, lora, base)
 
 
-def resolve_source(model: str, out: Path, fox: FoxSpec | None, data: DataConfig, state: PartialState) -> Path:
+def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
     """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there."""
+    model, fox = recipe.model, recipe.fox
     if fox is None:
         return Path(model)
     converted = out / "converted"
     if state.is_main_process and not (converted / "config.json").is_file():
         print(f"converting {model} into {converted}", flush=True)
         # The texts that will be trained on are the ones to look at where the base's heads are measured.
-        convert(model, converted, fox=fox, texts=data.read_as() if fox.init == "measured" else [])
+        convert(model, converted, fox=fox, texts=recipe.data.read_as() if fox.init == "measured" else [])
     state.wait_for_everyone()
     return converted
 
@@ -87,19 +87,19 @@ def build_model(recipe: Recipe, source: Path, device: torch.device) -> Any:
     else:
         model, _ = load_base(str(source), dtype=torch.float32)
         set_rope(model, recipe.rope_scaling and recipe.rope_scaling.model_dump(), recipe.rope_theta)
-        set_attention(model, recipe.attention, recipe.stages)
+        set_attention(model, recipe)
     model.config.use_cache = False
     return model
 
 
-def set_attention(model: Any, attention: str | None, stages: Sequence[Stage]) -> None:
-    """Runs an unconverted model with this attention, None its own; by document where positions skip ahead."""
-    if attention is not None:
+def set_attention(model: Any, recipe: Recipe) -> None:
+    """Runs an unconverted model with the recipe's attention, or its own; by document where positions skip ahead."""
+    if recipe.attention is not None:
         try:
-            model.set_attn_implementation(attention)
+            model.set_attn_implementation(recipe.attention)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"attention: {attention} can't run here: {error}") from None
-    skips = any(isinstance(stage, ExtendStage) and stage.max_position is not None for stage in stages)
+            raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
+    skips = any(isinstance(stage, ExtendStage) and stage.max_position is not None for stage in recipe.stages)
     if skips and not is_converted(model):
         set_document_attention(model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState)
         ValueError: the original is needed and the checkpoint does not name it.
         FileNotFoundError: the original is not there.
     """
-    if not needs_teacher(stage, recipe.stages, recipe.lora is not None, source):
+    if not needs_teacher(recipe, stage, source):
         return None
     dtype = PRECISIONS[recipe.precision]
     spec = named_original(source)
@@ -40,7 +39,7 @@ def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState)
         teacher = load(str(source), dtype=dtype)
     elif spec is None:  # an unconverted model, whose RoPE may be another since
         teacher, _ = load_base(str(source), dtype=dtype)
-        set_attention(teacher, recipe.attention, recipe.stages)
+        set_attention(teacher, recipe)
     else:
         assert spec.base is not None
         if state.is_main_process:
@@ -50,15 +49,9 @@ def teacher_for(recipe: Recipe, stage: Stage, source: Path, state: PartialState)
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
-def needs_teacher(stage: Stage, stages: Sequence[Stage], adapts: bool, source: Path | None = None) -> bool:
-    """Whether a stage needs the original as a second model: its own model's weights are not the original's any more.
-
-    Args:
-        stages, adapts: as for `has_teacher`.
-        source: the checkpoint the run starts from; None: a conversion of the recipe's model.
-    """
-    changed = source is not None and changed_since_conversion(source) is not None
-    return has_teacher(stage, stages, adapts) or (changed and isinstance(stage, TaughtStage))
+def needs_teacher(recipe: Recipe, stage: Stage, source: Path) -> bool:
+    """Whether a stage of a run from `source` needs the original as a second model: its own weights are others now."""
+    return has_teacher(recipe, stage) or (isinstance(stage, TaughtStage) and bool(changed_since_conversion(source)))
 
 
 def named_original(source: Path) -> FoxSpec | None:

@@ -90,7 +90,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         if data is not recipe.data:
             tokens = prepare_data(data, tokenizer, progress=False)
     batches = claim_output(out, recipe, state)
-    source = resolve_source(recipe.model, out, recipe.fox, recipe.data, state)
+    source = resolve_source(recipe, out, state)
     with state.main_process_first():
         claim_data(out / "data.json", tokens.train, tokens.eval)
     run = Run(recipe, out, batches, interruptions, source, tokens, tokenizer, state)

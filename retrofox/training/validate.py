@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +14,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
-from retrofox.config import (
-    AlignStage,
-    DataConfig,
-    ExtendStage,
-    LoraConfig,
-    ParallelConfig,
-    Recipe,
-    Source,
-    Stage,
-    TaughtStage,
-)
+from retrofox.config import AlignStage, ExtendStage, Recipe, Source, Stage, TaughtStage
 from retrofox.config_values import depends_on_length
 from retrofox.conversion.own_gates import came_with_gates
 from retrofox.data.packed import open_tokens
@@ -34,8 +24,7 @@ from retrofox.loading.errors import first_line
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.layout import refuse_sharing, split_of
 from retrofox.parallel.shards import check_length
-from retrofox.planning.refusals import NOT_WITH_DEEPSPEED, refuse_budget, refuse_processes
-from retrofox.planning.steps import accumulation, readers_of, tokens_per_step
+from retrofox.planning.refusals import refuse_budget, refused_on
 from retrofox.support.processes import shards_weights
 from retrofox.support.report import check_folder
 from retrofox.training.chunked_loss import choose_cross_entropy
@@ -56,7 +45,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     Raises:
         FileNotFoundError: no such model.
     """
-    texts = (*_launch(recipe.parallel, recipe.stages), *_packages(recipe.log.report_to, recipe.lora, recipe.data))
+    deepspeed = shards_weights("DEEPSPEED")
+    texts = (*_launch(deepspeed), *_packages(recipe), *refused_on(recipe, devices, deepspeed))
     refusals: list[Exception] = [ValueError(text) for text in texts]
 
     def collect(check: Callable[..., Any], *arguments: Any, where: str = "") -> None:
@@ -65,7 +55,6 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
         except (ValueError, OSError) as error:
             refusals.append(type(error)(f"{where}{error}") if where else error)
 
-    collect(refuse_processes, recipe.parallel, devices)
     collect(refuse_optimizer, recipe.optim)
     collect(check_folder, recipe.output, "the run (`output`)")
     collect(check_cache, recipe.data.cache_dir)
@@ -73,33 +62,29 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Except
     collect(refuse_mingling, Path(recipe.output), recipe.model, sources)
     collect(refuse_among, recipe.data.cache_dir, sources, "data.cache")
     collect(batches_of, Path(recipe.output), recipe)
-    readers = readers_of(recipe.parallel, devices)
-    for number, stage in enumerate(recipe.stages):
-        collect(accumulation, stage, tokens_per_step(stage, readers), readers, where=f"stages.{number}: ")
+    model: Any = None
     try:
         config = trained_config(recipe)
         with torch.device("meta"):
-            built(config, recipe.lora, recipe.model)
+            model = built(config, recipe.lora, recipe.model)
     except ValueError as error:
         refusals.append(error)
-        config = None
     for source in (*recipe.data.train, *recipe.data.eval):
         if not _is_on_the_hub(source):
             collect(resolve, source)
     collect(refuse_tokenizer, recipe)
-    if config is not None:
+    if model is not None:
         for number, stage in enumerate(recipe.stages):
-            collect(refuse_stage, recipe, stage, config, device, where=f"stages.{number}: ")
+            collect(refuse_stage, recipe, stage, model, device, where=f"stages.{number}: ")
     return refusals
 
 
-def _launch(parallel: ParallelConfig, stages: Sequence[Stage]) -> Iterator[str]:
+def _launch(deepspeed: bool) -> Iterator[str]:
     """Settings of accelerate that would round or lose the gates, or fail only after the model is loaded."""
 
     def told(name: str, default: str) -> str:
         return os.environ.get(name, default).lower()
 
-    deepspeed = shards_weights("DEEPSPEED")
     for kind, short in (("context", "CP"), ("sequence", "SP"), ("tensor", "TP")):
         name = f"PARALLELISM_CONFIG_{short}_SIZE"
         if int(told(name, "1")) > 1:
@@ -116,13 +101,12 @@ def _launch(parallel: ParallelConfig, stages: Sequence[Stage]) -> Iterator[str]:
             "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
             "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
         )
-    if deepspeed and (parallel.context > 1 or any(stage.tiled_mlp != "none" for stage in stages)):
-        yield NOT_WITH_DEEPSPEED
 
 
-def _packages(report_to: Sequence[str], lora: LoraConfig | None, data: DataConfig) -> Iterator[str]:
+def _packages(recipe: Recipe) -> Iterator[str]:
     """Packages that the recipe needs and that are not installed."""
-    needed = [(f"log.report_to: {name}", name, "pip install '.[track]' in a clone") for name in report_to]
+    lora, data = recipe.lora, recipe.data
+    needed = [(f"log.report_to: {name}", name, "pip install '.[track]' in a clone") for name in recipe.log.report_to]
     if lora is not None and lora.quantize:
         needed.append((f"lora.quantize: {lora.quantize}", "bitsandbytes", "pip install bitsandbytes"))
     if any(_is_on_the_hub(source) for source in (*data.train, *data.eval)):
@@ -173,12 +157,10 @@ def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
             )
 
 
-def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> None:
-    """Raises ValueError for a stage that this model, or this machine, can't run."""
-    with torch.device("meta"):
-        model = built(config, recipe.lora, recipe.model)
-    source = Path(recipe.model) if recipe.fox is None else None  # None: a conversion that is yet to be made
-    set_attention(model, recipe.attention, recipe.stages)
+def refuse_stage(recipe: Recipe, stage: Stage, model: Any, device: torch.device) -> None:
+    """Raises ValueError for a stage that this model (on the meta device), or this machine, can't run."""
+    config = causal_lm(model).config
+    set_attention(model, recipe)
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         refuse_positions(model)
     taught = isinstance(stage, TaughtStage)
@@ -187,15 +169,17 @@ def refuse_stage(recipe: Recipe, stage: Stage, config: Any, device: torch.device
     changed = is_converted(model) or recipe.rope_scaling is not None or recipe.rope_theta is not None
     if taught and not changed and stage is recipe.stages[0]:
         raise ValueError("distill: the model would learn from itself: give `fox:`, rope_scaling or rope_theta")
-    if stage.objective != "extend" and came_with_gates(causal_lm(model).config):
-        raise ValueError(f"{stage.objective} needs an original without gates, and {source} came with them: take extend")
-    split = split_of(recipe.parallel, causal_lm(model).config)
+    if stage.objective != "extend" and came_with_gates(config):
+        raise ValueError(
+            f"{stage.objective} needs an original without gates, and {recipe.model} came with them: take extend"
+        )
+    split = split_of(recipe.parallel, config)
     refuse_sharing(model, split)
     check_length(stage.sequence_length, split)
     set_trainable(model, stage, adapters=recipe.lora is not None)
     refuse_budget(stage, config)
-    if needs_teacher(stage, recipe.stages, recipe.lora is not None, source) and source is not None:
-        named_original(source)
+    if needs_teacher(recipe, stage, Path(recipe.model)):
+        named_original(Path(recipe.model))
     save_memory(model, stage)
     if not taught:
         choose_cross_entropy(stage.cross_entropy, model, device)

@@ -80,7 +80,7 @@ def test_weights_that_move_are_taught_by_a_copy(converted, recipe_of, rates):
 
 def test_an_earlier_stage_that_moves_weights_makes_a_copy_needed(converted, make_recipe):
     recipe = make_recipe({}, {"objective": "distill", "rates": GATES_ONLY}, model=str(converted))
-    assert needs_teacher(recipe.stages[1], recipe.stages, False, converted)
+    assert needs_teacher(recipe, recipe.stages[1], converted)
 
 
 def test_a_trained_model_is_taught_by_its_base(converted, tmp_path, pico_checkpoint, recipe_of):
