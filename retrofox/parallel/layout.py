@@ -44,16 +44,13 @@ class Degrees:
 
     def segments(self, process: int, length: int) -> list[tuple[int, int]]:
         """[start, stop) of the stretches of a row of `length` tokens that a process of the group holds, in order."""
-        chunk = length // self.chunks
-        part = length // self.context
-        skipped, wanted, found = (process % self.ulysses) * part, part, []
-        for number in self.chunks_of(process // self.ulysses):
-            first, last = number * chunk + min(skipped, chunk), (number + 1) * chunk
-            skipped -= min(skipped, chunk)
-            taken = min(wanted, last - first)
-            if taken:
-                found.append((first, first + taken))
-                wanted -= taken
+        chunk, part, found = length // self.chunks, length // self.context, []
+        begin = (process % self.ulysses) * part  # counted in the chunks of its place in the zigzag, one after the other
+        for place, number in enumerate(self.chunks_of(process // self.ulysses)):
+            first, last = max(begin, place * chunk), min(begin + part, (place + 1) * chunk)
+            if first < last:
+                ahead = (number - place) * chunk
+                found.append((first + ahead, last + ahead))
         return found
 
 

@@ -91,25 +91,17 @@ def build_mesh(split: Degrees) -> Mesh:
     world, rank = dist.get_world_size(), dist.get_rank()
     assert world % split.context == 0, "planning.refusals.refused_on"
 
-    def mine(groups: list[list[int]]) -> Any:
-        """The group that holds this process; all processes make all of them, in one order."""
-        found = None
-        for members in groups:
-            made = dist.new_group(members) if len(members) > 1 else None
-            if rank in members:
-                found = made
-        return found
+    def mine(groups: torch.Tensor) -> Any:
+        """The group that holds this process, of (groups, members); all processes make all of them, in one order."""
+        return dist.new_subgroups_by_enumeration(groups.tolist())[0] if groups.shape[1] > 1 else None
 
-    firsts = range(0, world, split.context)
-    u, z = split.ulysses, split.zigzag
-    group = mine([list(range(first, first + split.context)) for first in firsts])
-    assert group is not None, "a context group has at least two processes"
+    ranks = torch.arange(world).view(-1, split.zigzag, split.ulysses)
     return Mesh(
         split,
         rank % split.context,
-        group,
-        ulysses_group=mine([[first + place * u + i for i in range(u)] for first in firsts for place in range(z)]),
-        zigzag_group=mine([[first + place * u + i for place in range(z)] for first in firsts for i in range(u)]),
-        readers=world // split.context,
+        mine(ranks.flatten(1)),
+        ulysses_group=mine(ranks.flatten(0, 1)),
+        zigzag_group=mine(ranks.mT.flatten(0, 1)),
+        readers=len(ranks),
         reader=rank // split.context,
     )
