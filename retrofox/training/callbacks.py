@@ -19,32 +19,6 @@ from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
 
 
-class LossWindow:
-    """Sums of the loss and the metrics over the steps since the last log line, on this process's device.
-
-    Every save is logged (`LogWithSaves`), so a checkpoint has none of it.
-    """
-
-    def __init__(self, metrics: int, device: torch.device):
-        self.sums = torch.zeros(1 + metrics, device=device)
-        self.start = 0
-
-    def add(self, loss: torch.Tensor, metrics: torch.Tensor) -> None:
-        """Adds a micro-batch's share of its step's loss and metrics (metrics,)."""
-        self.sums += torch.cat((loss.detach()[None], metrics))
-
-    def means(self, accelerator: Any, step: int) -> list[float]:
-        """Loss and metrics of a step since the window's start, over all processes; a new window starts."""
-        found = (accelerator.reduce(self.sums.clone(), "mean") / max(1, step - self.start)).tolist()
-        self.restart(step)
-        return found
-
-    def restart(self, step: int) -> None:
-        """Starts a new window after a step."""
-        self.sums.zero_()
-        self.start = step
-
-
 class Guard:
     """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
 
@@ -109,15 +83,14 @@ class LogWithSaves(TrainerCallback):
 class GateRecorder(TrainerCallback):
     """Keeps the gates of the last micro-batch before each log line, and only of that."""
 
-    def __init__(self, model: Any, every: int, save_steps: int, mesh: Mesh | None = None):
+    def __init__(self, model: Any, mesh: Mesh | None = None):
         self.mesh = mesh
         self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
-        self.every, self.save_steps = every, save_steps
         self.horizon, self.kv_heads = horizon_of(model.config) or HORIZON, kv_heads_of(model.config)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
-        due = step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= state.max_steps
+        due = step == 1 or step % args.logging_steps == 0 or step % args.save_steps == 0 or step >= state.max_steps
         for gate in self.gates:
             gate.record = due
 

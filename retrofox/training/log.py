@@ -56,17 +56,13 @@ class Clock:
 class Progress(ProgressCallback):
     """The Trainer's progress bar; log lines in one fixed form."""
 
-    def __init__(self, show_bar: bool = True):
-        super().__init__()
-        self.show_bar = show_bar
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.training_bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
                 dynamic_ncols=True,
-                disable=not self.show_bar,
+                disable=args.disable_tqdm,
                 bar_format="{percentage:3.0f}%|{bar}| step {n_fmt} of {total_fmt}",  # speed and time left: `log_line`
             )
         self.current_step = state.global_step

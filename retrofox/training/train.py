@@ -183,7 +183,8 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         trainer.restore(good)
     run.interruptions.stands = f"saved at step {trainer.state.global_step}"
     run.interruptions.leave()
-    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
+    history = trainer.history
+    speeds = sorted(entry["tokens_per_second"] for entry in history[1:])
     before, after = trainer.eval_before, trainer.held_out_loss()
     if before is not None and after is not None:
         say(state, f"stage {number}: held-out loss {before:.4f} -> {after:.4f}")
@@ -192,11 +193,11 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         "steps": steps,
         "tokens": steps * run.batch_tokens[number],
         "resumed_at": resumed_at,
-        "loss_first": trainer.history[0]["loss"] if trainer.history else None,
-        "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
+        "loss_first": history[0]["loss"],
+        "loss_last": history[-1]["loss"],
         "eval_before": before,
         "eval_after": after,
-        "live_share": trainer.live_share or None,
+        "live_share": {key: value for key, value in history[-1].items() if key.startswith("live_")} or None,
         "seconds": time.perf_counter() - started,
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }

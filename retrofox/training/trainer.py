@@ -16,7 +16,8 @@ from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import BudgetedStage, Stage
@@ -28,7 +29,7 @@ from retrofox.support.report import progress_bar
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
-from retrofox.training.callbacks import GateRecorder, Guard, KeepGathered, LogWithSaves, LossWindow, Signals
+from retrofox.training.callbacks import GateRecorder, Guard, KeepGathered, LogWithSaves, Signals
 from retrofox.training.log import Clock, JsonLog, Progress
 from retrofox.training.lora import assert_gates_saved
 from retrofox.training.objectives import Extend
@@ -54,8 +55,6 @@ class FoxTrainer(Trainer):
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
         self.guard = Guard(stage.spike_factor, Path(str(args.output_dir)))
-        self.history: list[dict[str, float]] = []
-        self.live_share: dict[str, float] = {}
         self.eval_before: float | None = None
         super().__init__(model=model, args=args)
         self.model_accepts_loss_kwargs = True  # the loss is scaled for accumulation: `compute_loss`
@@ -65,16 +64,21 @@ class FoxTrainer(Trainer):
         shape = known_shape(lm.config)
         flops = None if shape is None else flops_per_token(shape, recipe.lora, stage)
         self.clock = Clock(self.batch_tokens, flops, args.device)
-        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), data.mesh)
-        self.window = LossWindow(len(objective.metrics), args.device)
-        signals = Signals(args.world_size, run.interruptions)
-        for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
+        self.gates = GateRecorder(lm, data.mesh)
+        # Of the loss and the metrics since the last log line; every save is logged, so a checkpoint has none of it.
+        self.sums = torch.zeros(1 + len(objective.metrics), device=args.device)
+        for callback in (self.gates, Signals(args.world_size, run.interruptions), LogWithSaves(), Progress()):
             self.add_callback(callback)
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
             self.add_callback(GatePressure(lm, stage, self.batch_tokens, args.world_size, args.device))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
         model.forward = types.MethodType(self._forward, model)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The log lines of the stage, those before an interruption included."""
+        return [entry for entry in self.state.log_history if "loss" in entry]
 
     def get_train_dataloader(self) -> Any:
         """Endless batches of this process from where the checkpoint stopped."""
@@ -116,7 +120,7 @@ class FoxTrainer(Trainer):
         """Mean over the targets of the whole step: each process's sum, times their number because DDP averages."""
         loss, metrics = model(**inputs)
         scale = self.args.world_size / num_items_in_batch
-        self.window.add(loss * scale, metrics * scale)
+        self.sums += torch.cat((loss.detach()[None], metrics)) * scale
         return loss * scale
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -152,13 +156,13 @@ class FoxTrainer(Trainer):
         """Adds tokens, speed, MFU, memory, time left and gate statistics; checks the loss; writes the JSON line."""
         if "loss" in logs:
             step, args = self.state.global_step, self.args
+            sums: Any = self.accelerator.reduce(self.sums.clone(), "mean")
+            means = (sums / (step - self.clock.step)).tolist()
+            self.sums.zero_()
             logs["tokens"] = step * self.batch_tokens
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
-            self.live_share = {key: value for key, value in logs.items() if key.startswith("live_")}
-            names = ("loss", *self.objective.metrics)
-            logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
-            self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
+            logs.update(zip(("loss", *self.objective.metrics), means, strict=True))
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
             self.guard.check(logs["loss"], logs.get("grad_norm"), step)
@@ -178,7 +182,6 @@ class FoxTrainer(Trainer):
             note = self._note_of(Path(resume_from_checkpoint))
             self.resumed_step = note["step"]
             self.guard.mean = note["loss_mean"]
-            self.window.restart(self.resumed_step)
         if self.args.should_save:
             self.json_log = JsonLog(self.run.out / "log.jsonl", self.number, self.resumed_step)
         self.clock.restart(self.resumed_step)
@@ -186,14 +189,14 @@ class FoxTrainer(Trainer):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _note_of(self, directory: Path) -> dict[str, Any]:
-        """Reads a checkpoint's note, and takes from it the history and the loss before the stage, for the report."""
+        """Reads a checkpoint's note, and takes from it the loss before the stage, for the report."""
         note = checkpoint.note_of(directory)
         if note["sharding"] != (now := sharding_of(self.accelerator)):
             raise ValueError(
                 f"{directory} was saved with {note['sharding']}, this run has {now}: launch it with the "
                 "accelerate config it was begun with (on any number of processes), or choose another `output`"
             )
-        self.history, self.eval_before = note["history"], note["eval_before"]
+        self.eval_before = note["eval_before"]
         return note
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -219,7 +222,6 @@ class FoxTrainer(Trainer):
                         "stage": self.number,
                         "tokens": self.state.global_step * self.batch_tokens,
                         "loss_mean": self.guard.mean,
-                        "history": [*self.history[:1], *self.history[1:][-1:]],
                         "eval_before": self.eval_before,
                         "sharding": sharding_of(self.accelerator),
                     },
@@ -243,6 +245,7 @@ class FoxTrainer(Trainer):
     def restore(self, directory: Path) -> None:
         """Loads a stage's last checkpoint where nothing is left to train."""
         self.state.global_step = self._note_of(directory)["step"]
+        self.state.log_history = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).log_history
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             self._prepare_for_training(self.args.max_steps, None, str(directory))
         else:
