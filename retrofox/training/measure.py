@@ -13,13 +13,13 @@ import torch
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
-from retrofox.data.packed import next_token_targets
 from retrofox.loading.device import PRECISIONS, resolve_device
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.support.processes import processes
 from retrofox.training.arguments import arguments
+from retrofox.training.data import collate_with_targets
 from retrofox.training.model import built, lower_frozen, trained_config
 from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
@@ -152,12 +152,8 @@ class RandomData:
     def batches(self, first_row: int) -> Iterator[dict[str, Any]]:
         """Micro-batches, endless."""
         rows, length = self.stage.micro_batch, self.stage.sequence_length
-        positions = torch.arange(length) % max(1, length // self.documents)
+        sizes = [len(document) for document in torch.arange(length).split(max(1, length // self.documents))]
+        row = {"position_ids": torch.cat([torch.arange(size) for size in sizes]), "doc_lengths": torch.tensor(sizes)}
         while True:
-            ids = torch.randint(0, self.vocabulary, (rows, length))
-            batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1)}
-            batch["targets"] = next_token_targets(ids, batch["position_ids"])
-            if self.documents > 1:
-                first = torch.arange(rows * length)[positions.repeat(rows) == 0]
-                batch["cu_seqlens"] = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
-            yield {**batch, "num_targets": int((batch["targets"] >= 0).sum())}
+            made = torch.randint(0, self.vocabulary, (rows, length))
+            yield collate_with_targets([{**row, "input_ids": ids, "labels": ids} for ids in made])
