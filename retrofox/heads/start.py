@@ -52,7 +52,8 @@ class Distances:
     """Attention of each head by distance, the first tokens left out, summed over queries.
 
     Attributes:
-        mass: layer -> (H, T) float64, on the layer's device: on a CPU the threads of several trainings would clash.
+        mass: layer -> (H, T) float64, on the layer's device: on a CPU the threads of several trainings would clash. T
+            is the length of the first text, and no later one is longer.
     """
 
     def __init__(self, first_tokens: int):
@@ -70,10 +71,8 @@ class Distances:
             distance = torch.arange(start, stop, device=mass.device)[:, None] - keys
             weights = attention.weights(start, stop)[..., self.first_tokens :]
             mass.index_add_(1, distance.clamp_min(0).flatten(), weights.flatten(1).double())
-        known = self.mass.setdefault(layer, mass[:, :0])
-        longest = max(length, known.shape[1])
-        pad = torch.nn.functional.pad
-        self.mass[layer] = pad(known, (0, longest - known.shape[1])) + pad(mass, (0, longest - length))
+        known = self.mass.setdefault(layer, torch.zeros_like(mass))
+        known[:, :length] += mass
 
     def medians(self) -> list[list[int]]:
         """Distance in tokens within which half of a head's attention lies, by layer and head."""
