@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,21 +20,12 @@ from retrofox.support.counts import size
 from retrofox.support.files import sha256_of, sync, write_json
 
 MARKER = "COMPLETE"
-_NAME = re.compile(r"checkpoint-(\d+)$")
-
-
-def step_of(directory: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
-    match = _NAME.search(directory.name)
-    assert match is not None, directory
-    return int(match[1])
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Every checkpoint-N below root, complete or not, oldest first."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)), key=step_of)
+    steps = {path: path.name.removeprefix("checkpoint-") for path in root.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 def commit(directory: Path, note: dict[str, Any]) -> None:
@@ -55,10 +45,9 @@ def commit(directory: Path, note: dict[str, Any]) -> None:
     for folder in (directory.parent, directory, *(path for path in directory.rglob("*") if path.is_dir())):
         sync(folder)
     write_json(directory / MARKER, {**note, "files": files})
-    if _NAME.fullmatch(directory.name):
-        for later in checkpoints(directory.parent):
-            if step_of(later) > step_of(directory):
-                discard(later)
+    beside = checkpoints(directory.parent)
+    for later in beside[beside.index(directory) + 1 :] if directory in beside else ():
+        discard(later)
 
 
 def problem(directory: Path) -> str | None:
@@ -112,12 +101,10 @@ def rotate(root: Path, keep: int) -> None:
 
     The marker goes first, so that a kill in the middle leaves an incomplete checkpoint and not a damaged one.
     """
-    complete = [path for path in checkpoints(root) if (path / MARKER).is_file()]
-    if not complete:
-        return
-    kept = set(complete[-keep:])
-    for path in checkpoints(root):
-        if path not in kept and step_of(path) < step_of(complete[-1]):
+    every = checkpoints(root)
+    complete = [path for path in every if (path / MARKER).is_file()]
+    for path in every[: every.index(complete[-1])] if complete else ():
+        if path not in complete[-keep:]:
             discard(path)
 
 
