@@ -118,12 +118,10 @@ def nearest_existing(path: Path) -> Path:
 def why_unwritable(folder: Path) -> str | None:
     """Why no file can be made in a folder, by trying (rights alone don't tell for root); None where one can."""
     try:
-        descriptor, name = tempfile.mkstemp(dir=folder)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return None
     except OSError as error:
         return error.strerror
-    os.close(descriptor)
-    os.unlink(name)
-    return None
 
 
 def text_of(file: Path) -> str:
