@@ -99,11 +99,8 @@ def target_modules(model: nn.Module, config: LoraConfig) -> list[str]:
 
 def new_modules(model: nn.Module) -> list[str]:
     """Names of the modules a conversion added and that hold parameters: they are trained in full and saved."""
-    found = set()
-    for name, _ in model.named_parameters():
-        if is_new_tensor(name):
-            found |= set(name.split(".")) & set(NEW_MODULES)
-    return sorted(found)
+    names = {part for name, _ in model.named_parameters() for part in name.split(".")}
+    return sorted(names & set(NEW_MODULES))
 
 
 def assert_gates_saved(directory: Path, model: Any) -> None:

@@ -74,20 +74,19 @@ def named_original(source: Path) -> FoxSpec | None:
 
 def changed_since_conversion(source: Path) -> str | None:
     """Why a converted checkpoint's pretrained tensors are not its base's any more, or None where nothing says so."""
-    directory = Path(source)
-    there = (directory / "config.json").is_file()
-    if there and not read_config(str(directory)).get("model_type", "").startswith("fox_"):
+    there = (source / "config.json").is_file()
+    if there and not read_config(str(source)).get("model_type", "").startswith("fox_"):
         return None  # unconverted: its weights are the original
-    if (directory / "retrofox.json").is_file():
-        report = json.loads((directory / "retrofox.json").read_text(encoding="utf-8"))
+    if (source / "retrofox.json").is_file():
+        report = json.loads((source / "retrofox.json").read_text(encoding="utf-8"))
         if report.get("merged"):
-            return f"an adapter was merged into {directory}"
-    if (directory / checkpoint.MARKER).is_file():
-        note = checkpoint.note_of(directory)
+            return f"an adapter was merged into {source}"
+    if (source / checkpoint.MARKER).is_file():
+        note = checkpoint.note_of(source)
         trained = note.get("recipe")
         if trained is not None and trained["lora"] is None:
             until = note.get("stage", len(trained["stages"])) + 1  # later stages have not run when this was written
             rates = [stage["rates"] for stage in trained["stages"][:until]]
             if any(rate["attention"] or rate["rest"] for rate in rates):
-                return f"training moved the pretrained tensors of {directory}"
+                return f"training moved the pretrained tensors of {source}"
     return None
