@@ -11,8 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from retrofox.evaluation import gates_report, loss_report
-from retrofox.evaluation.needle_report import depth_figure, length_figure
+from retrofox.evaluation import gates_report, loss_report, needle_report
 from retrofox.reporting.summary import cell, difference
 from retrofox.support.plots import svg
 
@@ -45,20 +44,14 @@ def render(result: dict[str, Any]) -> str:
         needles=needles,
         modes=[f"needle {mode}" for part in needles for mode in part["modes"]],
         sections={anchor: title for anchor, title in SECTIONS.items() if anchor in there},
-        facts=_facts(result),
         tiles=_tiles(summary["rows"]),
-        method=_method(result),
         part_rows=[_part_row(name, entry) for name, entry in result["parts"].items()],
         cell=cell,
         difference=difference,
         image=_image,
-        length_figure=length_figure,
-        depth_figure=depth_figure,
-        loss_figure=loss_report.figure,
-        gates_figure=gates_report.figure,
-        decoding_note=gates_report.decoding_note,
-        live_columns=gates_report.LIVE_COLUMNS,
-        live_rows=gates_report.live_rows,
+        needle_report=needle_report,
+        loss_report=loss_report,
+        gates_report=gates_report,
     )
 
 
@@ -76,13 +69,6 @@ def _image(figure: Figure) -> tuple[str, int]:
     return base64.b64encode(svg(figure)).decode(), round(96 * figure.get_figwidth())
 
 
-def _facts(result: dict[str, Any]) -> str:
-    labels, environment = [*result["summary"]["labels"].values()], result["environment"]
-    beside = f"beside {', '.join(labels[1:])}" if len(labels) > 1 else "measured alone"
-    where = environment["gpu"]["name"] if environment["gpu"] else f"CPU, {environment['cpu']['name']}"
-    return f"{beside} · suite {result['suite']} · {environment['time'][:10]} · {where}"
-
-
 def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """The farthest thing measured of each kind: easy needles, standard needles, loss."""
     tiles = []
@@ -94,19 +80,6 @@ def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
         tiles += [(what.format(row["what"]), row) for row in own[-1:]]
     return tiles
-
-
-def _method(result: dict[str, Any]) -> dict[str, str]:
-    environment, gpu = result["environment"], result["environment"]["gpu"]
-    return {
-        "model": result["model"],
-        "against": ", ".join(result["against"]) or "nothing",
-        "texts": ", ".join(result["data"]) or "none",
-        "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version),
-        "Python": f"{environment['python']}, {environment['platform']}",
-        "processor": f"{environment['cpu']['name']}, {environment['cpu']['cores']} cores",
-        "GPU": "none" if gpu is None else f"{gpu['count']} x {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB",
-    }
 
 
 def _part_row(name: str, entry: dict[str, Any]) -> list[str]:
