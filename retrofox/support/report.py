@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -195,9 +196,6 @@ def duration(seconds: float) -> str:
 
 
 def _cpu_name() -> str:
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    told = Path("/proc/cpuinfo")
+    name = re.search(r"^model name.*?:(.*)", told.read_text(encoding="utf-8") if told.exists() else "", re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
