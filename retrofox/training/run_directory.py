@@ -135,11 +135,8 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     if (out / "config.json").is_file():
         raise ValueError(f"{out} is a model's directory, and a run needs one of its own: choose another `output`")
     file = out / "recipe.yaml"
-    if not file.is_file():
-        return None
-    if not any(
-        path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
-    ):
+    made = (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
+    if not file.is_file() or not any(path.exists() for path in made):
         return None
     changed = _changes(load_recipe(file), recipe, complete_stages(out, recipe.stages))
     if changed:
