@@ -61,8 +61,9 @@ class FoxSpec(FoxFields):
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
         rope_length: "interpolate": tokens of the base's training context, which decides the pairs that are slowed;
             None = as its config says.
-        beta_fast: "interpolate": a pair that turns so often within rope_length, or oftener, stays as it is;
-        beta_slow: one that turns so often, or less, is slowed by the whole rope_factor; a ramp lies between.
+        beta_fast: "interpolate": pairs that turn this often within rope_length, or more often, stay as they are.
+        beta_slow: "interpolate": pairs that turn this often, or less, are slowed by the whole rope_factor, those
+            between the two by part of it; as high as beta_fast: a step.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
             mapping such as {0: .inf, 20: 0}.

@@ -15,10 +15,10 @@ TOKENS = frozenset(
 )
 """Fields of a FoxSpec that count tokens, alone, in a list or in a mapping."""
 NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "rope_factor": (lambda x: 1 <= x < math.inf, "a number from 1 on, times the trained length"),
+    "rope_factor": (lambda x: 1 <= x <= 1e6, "a number from 1 to 1e6, times the trained length"),
     "rope_length": (lambda x: 1 <= x < math.inf, "a trained length in tokens, 1 or more"),
-    "beta_fast": (lambda x: 0 < x < math.inf, "a positive number of turns within the trained length"),
-    "beta_slow": (lambda x: 0 < x < math.inf, "a positive number of turns within the trained length"),
+    "beta_fast": (lambda x: 0 < x <= 1e6, "a number of turns within the trained length, above 0 and at most 1e6"),
+    "beta_slow": (lambda x: 0 < x <= 1e6, "a number of turns within the trained length, above 0 and at most 1e6"),
     "max_wavelength": (lambda x: x > 0, "a positive number of tokens"),
     "max_half_life": (lambda x: 1 <= x < math.inf, "a number of tokens, 1 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
