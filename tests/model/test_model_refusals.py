@@ -1,6 +1,5 @@
 """Every way to run a converted model that would drop or break its gates is refused with a clear error."""
 
-import json
 from typing import Any
 
 import pytest
@@ -127,12 +126,3 @@ def test_serving_engines_may_not_swap_the_attention(fox):
     assert not type(fox.model).is_backend_compatible()
     assert not fox._supports_flash_attn
     assert not fox._supports_flex_attn
-
-
-def test_an_adapter_on_a_plain_base(pico_llama, tmp_path):
-    pico_llama().save_pretrained(tmp_path / "plain")
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "plain")}))
-    with pytest.raises(ValueError, match=r"plain has model_type 'llama', and is no converted model"):
-        retrofox.load(adapter)
