@@ -145,6 +145,7 @@ class FoxSpec(FoxFields):
             raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
         if values.get("prune") is not None:
             logger.warning("prune is gone: it approximated attention to all keys, which is computed; see horizon")
+        # yarn_layers was written for a day, at 0 without effect
         of_old = ("prune", "yarn_layers") if values.get("yarn_layers") == 0 else ("prune",)
         values = {key: value for key, value in values.items() if key not in of_old}
         known = [f.name for f in fields(cls)]

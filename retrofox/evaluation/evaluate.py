@@ -154,7 +154,7 @@ def _report(
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
     result["seconds"] = time.time() - started
     if out is not None:
-        draw = partial(loss_report.write_figure, result, Path(out)) if losses else dict
+        draw = partial(loss_report.write_figure, result, Path(out)) if losses else None
         write_results(result, Path(out) / "eval.json", console, draw)
 
 

@@ -138,7 +138,7 @@ def inspect(
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
-        draw = partial(write_figure, result, Path(out)) if heads else dict
+        draw = partial(write_figure, result, Path(out)) if heads else None
         write_results(result, Path(out) / "gates.json", console, draw)
     return result
 

@@ -73,10 +73,10 @@ def environment() -> dict[str, Any]:
 
 
 def write_results(
-    result: dict[str, Any], path: str | os.PathLike, console: Console, draw: Callable[[], dict[str, str]] = dict
+    result: dict[str, Any], path: str | os.PathLike, console: Console, draw: Callable[[], dict[str, str]] | None = None
 ) -> None:
     """Writes a result as JSON, then what `draw` draws, then its "files" into the JSON; says which were written."""
-    for figures in (dict, draw):  # the numbers first: there may be no room for the figures
+    for figures in filter(None, (dict, draw)):  # the numbers first: there may be no room for the figures
         result["files"] = {**figures(), "json": os.fspath(path)}
         write_result(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
