@@ -65,8 +65,8 @@ class FoxTrainer(Trainer):
         flops = None if shape is None else flops_per_token(shape, recipe.lora, stage)
         self.clock = Clock(self.batch_tokens, flops, args.device)
         self.gates = GateRecorder(lm, data.mesh)
-        # Of the loss and the metrics since the last log line; every save is logged, so a checkpoint has none of it.
-        self.sums = torch.zeros(1 + len(objective.metrics), device=args.device)
+        # Of loss, metrics and steps with targets since the last log line; every save is logged: a checkpoint has none.
+        self.sums = torch.zeros(2 + len(objective.metrics), device=args.device)
         for callback in (self.gates, Signals(args.world_size, run.interruptions), LogWithSaves(), Progress()):
             self.add_callback(callback)
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
@@ -91,9 +91,10 @@ class FoxTrainer(Trainer):
         count: Any = sum(sample["num_targets"] for sample in samples)
         if self.args.world_size > 1:
             here: Any = torch.tensor(count, device=device)
-            total: Any = self.accelerator.reduce(here, "sum")
-            return samples, total.clamp(min=1)  # on the device: the host need not wait
-        return samples, max(1, count)  # conversations may hold nothing to learn in a whole step
+            count = self.accelerator.reduce(here, "sum")
+        self.sums[-1] += count > 0  # conversations may hold nothing to learn in a whole step
+        # a tensor stays on the device: the host need not wait
+        return samples, count.clamp(min=1) if isinstance(count, torch.Tensor) else max(1, count)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Pinned host memory and non_blocking: the copy runs beside the step before it.
@@ -120,7 +121,7 @@ class FoxTrainer(Trainer):
         """Mean over the targets of the whole step: each process's sum, times their number because DDP averages."""
         loss, metrics = model(**inputs)
         scale = self.args.world_size / num_items_in_batch
-        self.sums += torch.cat((loss.detach()[None], metrics)) * scale
+        self.sums[:-1] += torch.cat((loss.detach()[None], metrics)) * scale
         return loss * scale
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -157,7 +158,7 @@ class FoxTrainer(Trainer):
         if "loss" in logs:
             step, args = self.state.global_step, self.args
             sums: Any = self.accelerator.reduce(self.sums.clone(), "mean")
-            means = (sums / (step - self.clock.step)).tolist()
+            means = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
             self.sums.zero_()
             logs["tokens"] = step * self.batch_tokens
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
@@ -165,7 +166,8 @@ class FoxTrainer(Trainer):
             logs.update(zip(("loss", *self.objective.metrics), means, strict=True))
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
-            self.guard.check(logs["loss"], logs.get("grad_norm"), step)
+            if sums[-1]:
+                self.guard.check(logs["loss"], logs.get("grad_norm"), step)
         super().log(logs, start_time)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -259,7 +261,7 @@ class FoxTrainer(Trainer):
         return model
 
     def held_out_loss(self) -> float | None:
-        """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded.
+        """Cross-entropy in nats per target of the held-out rows; None without these, or before FSDP has sharded.
 
         The model's forward runs the stage's objective; cross-entropy takes its place meanwhile.
         """
@@ -284,4 +286,4 @@ class FoxTrainer(Trainer):
             self.objective = objective
             model.train()
         total: Any = self.accelerator.reduce(sums, "sum")
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]) if total[1] else None

@@ -236,6 +236,7 @@ def test_a_recipe_mixes_conversations_and_refuses_changes_of_them():
 
 
 def test_a_step_without_anything_to_learn_changes_nothing():
-    trainer: Any = SimpleNamespace(args=SimpleNamespace(world_size=1))
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(world_size=1), sums=torch.zeros(2))
     _, count = FoxTrainer.get_batch_samples(trainer, iter([{"num_targets": 0}]), 1, torch.device("cpu"))
     assert count == 1  # the sum of no losses, by 1
+    assert trainer.sums[-1] == 0

@@ -188,6 +188,21 @@ def test_guard_lets_ordinary_losses_pass(tmp_path):
         guard.check(3.0, math.inf, 5)
 
 
+@pytest.mark.parametrize("every", [1, 8])
+def test_steps_without_anything_to_learn_are_no_part_of_the_loss(every, make_recipe, tmp_path):
+    talk = [{"role": "user", "content": "the fox " * 60}, {"role": "assistant", "content": "it forgets"}]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(9)))
+    data = {part: [{"path": str(file), "chat": True}] for part in ("train", "eval")}
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "learning_rate": 1e-4}
+    log = {"every": every, "eval_tokens": 64}
+    recipe = make_recipe(stages=[stage], data=data, log=log, checkpoint={"every_steps": 8})
+    assert train(recipe)["stages"][0]["eval_after"] is None  # its window holds but the user's words
+    losses = [line["loss"] for line in lines(recipe)]
+    assert losses[0] == 0.0
+    assert all(loss > 4.0 for loss in losses if loss)
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, monkeypatch):
     recipe = make_recipe(checkpoint={"every_steps": 2})
     whole = checkpoint.commit
