@@ -18,6 +18,7 @@ VERSION = 2
 """Part of a shard's identity: change it when the tokens or marks of conversations change."""
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 """Around the number of a special token that a message spells out, while the template is applied (private use)."""
+_PROBE = _OPEN + _CLOSE
 _SPELLED_OUT = re.compile(f"({_OPEN}[0-9]+{_CLOSE})")
 
 
@@ -87,6 +88,14 @@ class ChatEncoder:
         text = rendered(self.tokenizer, messages, about, prompts=False)
         turns = []
         for number, message in enumerate(messages):
+            if not isinstance(message["content"], str):
+                probed = [*messages[:number], {**message, "content": _PROBE}, *messages[number + 1 :]]
+                found = rendered(self.tokenizer, probed, about, prompts=False)
+                if _PROBE in found and found.replace(_PROBE, str(message["content"])) == text:
+                    raise ValueError(
+                        f"{about} as they are: it would spell out {message['content']!r:.60}, as Python writes it, in "
+                        f"message {number + 1}: make it text, or leave such conversations out"
+                    )
             if message["role"] != "assistant" or not number:
                 continue
             before = rendered(self.tokenizer, messages[:number], about)

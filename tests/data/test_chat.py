@@ -127,6 +127,15 @@ def test_templates_that_can_not_be_learnt_from_are_refused(template, why, chat_t
         ChatEncoder(chat_tokenizer(template))(TALK, "a.jsonl:1")
 
 
+def test_a_message_that_is_no_text_is_refused_where_the_template_would_spell_it_out(chat_tokenizer):
+    content = [{"type": "text", "text": "it forgets"}]
+    talk: list[dict[str, Any]] = [*said("the fox?"), {"role": "assistant", "content": content}]
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .* as Python writes it, in message 2: make it text"):
+        ChatEncoder(chat_tokenizer(CHATML))(talk, "a.jsonl:1")
+    reads = CHATML.replace("m.content }}", "m.content if m.content is string else 'well' }}")
+    assert learnt(chat_tokenizer(reads), talk) == ["well<|im_end|>"]
+
+
 TALKS = [said(f"{n} the fox?", f"{n} forgets " * (n % 5 + 1), "and?", "goes") for n in range(30)]
 
 
