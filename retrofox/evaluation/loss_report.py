@@ -173,7 +173,7 @@ def figure(result: dict[str, Any]) -> Figure:
     """
     drawn, differences, trained = result["curves"], result["difference_curves"], result["trained_length"]
     labels = {line["key"]: line["label"] for line in result["lines"]}
-    last = max(float(curve["position"][-1]) for curve in drawn)
+    last = max(2.0, *(float(curve["position"][-1]) for curve in drawn))
     first = max(1.0, min(16.0, last / 16))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 6.6 if differences else 4.8), layout="constrained")

@@ -47,6 +47,11 @@ def test_differences_get_a_panel_of_their_own_in_the_same_colours():
     assert losses(*curves, less=(curve("b", -5.0, look=1),)).axes[1].get_yscale() == "symlog"
 
 
+def test_a_text_of_two_tokens_is_drawn():
+    figure = losses({"label": "a", "look": 0, "position": [1.0], "mean": [4.0], "standard_error": [None]})
+    assert figure.axes[0].get_xlim() == (1.0, 2.0)
+
+
 def test_heads_that_never_forget_are_counted():
     heads = [{"layer": n, "half_life": life} for n, life in ((0, 10.0), (0, 300.0), (1, 5000.0), (1, None))]
     result = {"trained_length": 1024, "layers": 2, "heads": heads, "tokens": 0}
