@@ -26,7 +26,7 @@ from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.converted import load
 from retrofox.loading.errors import opening
 from retrofox.loading.shards import Shards
-from retrofox.loading.source import fetch
+from retrofox.loading.source import fetch, refuse_adapter
 from retrofox.surgery import Plan, make_plan
 
 AUTHORS, FLA = OWN_GATES
@@ -187,11 +187,12 @@ def write_for_fla(source: str | Path, out: Path, revision: str | None = None) ->
     """Writes a converted checkpoint for fla's ForgettingTransformerForCausalLM; returns what was written.
 
     Raises:
-        ValueError: `out` exists, `source` is not converted, or it has something that fla's model lacks.
+        ValueError: `out` exists, `source` is not converted, is an adapter, or has something that fla's model lacks.
     """
     refuse_existing(out)
+    refuse_adapter(source)
+    model = load(source, revision=revision)
     directory, _ = fetch(source, revision)
-    model = load(directory)
     config, spec = model.config, FoxSpec.from_dict(model.config.fox)
     _refuse_for_fla(source, model, spec)
     theirs = {here: there for there, here in RENAMED.items()}
@@ -235,6 +236,7 @@ def _refuse_for_fla(source: str | Path, model: Any, spec: FoxSpec) -> None:
     norms = [attention.q_norm_fox for attention in found if attention.q_norm_fox is not None]
     fades: list[Any] = [attention.rotary_fade for attention in found]
     lacks = {
+        "quantised weights": getattr(config, "quantization_config", None) is not None,
         f"model_type {config.model_type}": config.model_type not in ("fox_llama", "fox_qwen2"),
         f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         "heads that are not hidden_size / heads wide": found[0].head_dim * found[0].num_fox_heads != config.hidden_size,
