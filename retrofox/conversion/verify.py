@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attention_mode
+from retrofox.anatomy import attention_mode, is_new_tensor
 from retrofox.families import has_softcap
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
@@ -73,13 +73,14 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
     live = isinstance(source, PreTrainedModel)
     tokenizer = load_tokenizer(out) or (None if live else load_tokenizer(source))
     base = copy.deepcopy(source) if live else load_base(source, default_attention=True)[0]
-    dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
+    stored = base.dtype  # as config.json says, to which loading rounds what the files hold
+    dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else stored
     tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
     base = as_reference(base, dtype)
     with torch.inference_mode():
         expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
     del base
-    model = load(out, dtype=dtype).eval()
+    model = as_reference(load(out, dtype=dtype if live else stored), dtype)
 
     def logits(mode: str = "fox") -> torch.Tensor:
         with torch.inference_mode(), attention_mode(model, mode):
@@ -108,13 +109,13 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
 
 
 def as_reference(base: Any, dtype: Any) -> Any:
-    """The base in `dtype`, in eval mode, with an attention that drops nothing."""
-    exact = ("eager",) if has_softcap(base.config) else ("eager", "sdpa")
+    """The base, or its converted form, in `dtype`, in eval mode, with an attention that drops nothing."""
+    exact = ("fox", "eager") if has_softcap(base.config) else ("fox", "eager", "sdpa")
     if base.config._attn_implementation not in exact:
         base.set_attn_implementation(exact[-1])
-    for parameter in base.parameters():
-        parameter.data = parameter.data.to(dtype)
-    with init_empty_weights(include_buffers=False):  # a live model's own buffers may have been rounded to its dtype
+    for name, parameter in base.named_parameters():
+        parameter.data = parameter.data.to(parameter.dtype if is_new_tensor(name) else dtype)
+    with init_empty_weights(include_buffers=False):  # a model's own buffers may have been rounded to its dtype
         twin = type(base)(base.config)
     for module, fresh in zip(base.modules(), twin.modules(), strict=True):
         for key in module._non_persistent_buffers_set:

@@ -56,3 +56,13 @@ def test_a_live_base_is_left_as_it_was(pico_llama, converted):
     assert {name: (value.data_ptr(), value.dtype) for name, value in base.state_dict(keep_vars=True).items()} == before
     for name, value in base.named_buffers():
         torch.testing.assert_close(value, buffers[name], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_files_of_more_bits_than_config_json_says_are_proven(pico_base, tmp_path, family):
+    pico_base(family).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(file.read_text().replace('"float32"', '"bfloat16"'))
+    parity = retrofox.convert(tmp_path / "base", tmp_path / "out")["parity"]
+    assert parity["equal"]
+    assert parity["dtype"] == "float32"
