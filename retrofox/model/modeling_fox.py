@@ -947,9 +947,8 @@ class FoxModelMixin(FoxPreTrained):
             attention_mask, kwargs["cu_seqlens"] = no_mask, cu_seqlens.to(torch.int32)
         if hidden is not None:
             kwargs["hidden_tokens"] = hidden
-            if cache is not None:  # of a row that has begun: the next token comes from a hidden one's logits
-                begun = attention_mask[:, : past + length].any(1)  # type: ignore[index]
-                kwargs["trailing"] = bool((hidden[:, -1] & begun).any())
+            if cache is not None or (cu_seqlens is None and not torch.is_grad_enabled()):  # generate reads its logits
+                kwargs["trailing"] = bool((hidden[:, -1] & attention_mask[:, : past + length].any(1)).any())  # type: ignore[index]
         given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "use_cache": use_cache, CACHE: cache}
         return super().forward(attention_mask=attention_mask, position_ids=position_ids, **given, **kwargs)  # type: ignore[misc]
 

@@ -117,6 +117,7 @@ def test_with_open_gates_a_masked_prompt_goes_on_as_the_bases(pico_base, pico_fo
     wanted = pico_base(family, **config).generate(ids, attention_mask=mask, **GREEDY)
     assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), wanted)
     assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=6, **GREEDY), wanted)
+    assert torch.equal(model.generate(ids, attention_mask=mask, use_cache=False, **GREEDY), wanted)
 
 
 @pytest.mark.parametrize("cache", [None, DynamicCache, ForgettingCache])
