@@ -816,6 +816,7 @@ class FoxPreTrained:
     _supports_flash_attn = False
     _supports_flex_attn = False
     _can_compile_fullgraph = False  # the documents of a batch and a static cache's length are read on the host
+    create_masks_for_generate = staticmethod(lambda attention_mask, **_: attention_mask)  # 2D: it says what is hidden
     config: Any
 
     @classmethod

@@ -120,6 +120,14 @@ def test_with_open_gates_a_masked_prompt_goes_on_as_the_bases(pico_base, pico_fo
     assert torch.equal(model.generate(ids, attention_mask=mask, use_cache=False, **GREEDY), wanted)
 
 
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_static_cache_is_told_of_hidden_tokens(pico_fox, hidden):
+    model, (ids, mask) = pico_fox(pro=("k-shift", "v-shift")), masked(HIDDEN[hidden])
+    options = {**GREEDY, "attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+    dynamic, static = (model.generate(ids, cache_implementation=kind, **options) for kind in ("dynamic", "static"))
+    torch.testing.assert_close(static.logits, dynamic.logits, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("cache", [None, DynamicCache, ForgettingCache])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_new_tokens_after_a_masked_prompt_see_its_text_alone(pico_fox, monkeypatch, hidden, cache):
