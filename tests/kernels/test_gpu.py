@@ -94,6 +94,11 @@ def horizons() -> list[Case]:
         for H, Hkv in ((4, 4), (8, 2), (10, 2), (12, 1)):  # groups of fewer and of more heads than are walked together
             cases.append(Case(T=1500, H=H, Hkv=Hkv, options={"horizon": horizon}, **usual))
         grouped = usual | {"H": 6, "Hkv": 2}
+        for sink in (1, 64):
+            far = {"options": {"horizon": horizon, "sink": sink}} | grouped
+            cases += [Case(T=1500, **far), Case(T=700, S=1525, **far), Case(T=1000, starts=[130, 1000], **far)]
+            cases += [Case(B=1, T=1700, cuts=[1, 3, 700, 701, 1030], **far), Case(T=900, **(far | {"H": 12, "Hkv": 1}))]
+            cases.append(Case(B=1, T=900, S=1464, cuts=[300], starts=[764], **far))
         cases.append(Case(T=700, S=1525, options={"horizon": horizon}, **grouped))
         cases.append(Case(T=1300, options={"horizon": horizon, "window": 300}, **grouped))
         cases.append(Case(T=1000, starts=[130, 1000], options={"horizon": horizon}, **grouped))
@@ -102,8 +107,11 @@ def horizons() -> list[Case]:
     for gate in ("open", "short", "shut", "zeros"):
         cases.append(Case(T=777, H=4, Hkv=2, D=64, dtype=BF16, gate=gate, options={"horizon": 8.0}))
     for D in (64, 128):  # of many tiles
-        cases.append(Case(B=1, T=8192, H=4, Hkv=2, D=D, dtype=BF16, gate="half-lives", options={"horizon": 8.0}))
-    cases.append(Case(T=600, D=96, dtype=BF16, gate="half-lives", options={"horizon": 8.0}))
+        for sink in (0, 1):
+            options = {"horizon": 8.0, "sink": sink}
+            cases.append(Case(B=1, T=8192, H=4, Hkv=2, D=D, dtype=BF16, gate="half-lives", options=options))
+    for D in (80, 96, 256):
+        cases.append(Case(T=600, D=D, dtype=BF16, gate="half-lives", options={"horizon": 8.0, "sink": 3}))
     cases.append(Case(T=600, D=64, dtype=FP16, gate="half-lives", options={"horizon": 8.0}))
     return cases
 

@@ -43,10 +43,12 @@ def without_gpu(note: Callable, edges: torch.Tensor | None = None) -> Iterator[p
 def launches(
     D: int, T: int = 256, S: int | None = None, group: int = 1, started: int = 0, sink: int = 0,
     dtype=torch.bfloat16, residual: bool = True, deterministic: bool = True, rounds: bool = False,
+    packed: bool = False,
 ) -> dict[str, tuple]:  # fmt: skip
     """Return (kernel, its arguments) by name of what a forward and a backward launch.
 
-    started: 1 with left padding, 2 with a horizon. rounds: tiles begin in rounds, as for long rows.
+    started: 1 with left padding, 2 with a horizon. packed: documents have edges of their own, for sinks.
+    rounds: tiles begin in rounds, as for long rows.
     """
     found: dict[str, tuple] = {}
 
@@ -64,10 +66,11 @@ def launches(
     q, k = (torch.zeros(1, n, h, D, dtype=dtype) for n, h in ((T, group), (S, 1)))
     c = torch.zeros(1, group, S)
     options = Options(0.125, sink=sink, horizon=8.0 if started == 2 else None)
-    documents = Documents(seq_start=torch.zeros(1, dtype=torch.int32) if started == 1 else None)
+    documents = Documents(seq_start=torch.zeros(1, dtype=torch.int32) if started == 1 or packed else None)
     edges = torch.zeros(2, *((1, group, S) if started == 2 else (1, S)), dtype=torch.int32) if started else None
     with without_gpu(note, edges) as patch:
         patch.setattr(hopper_backward, "WALKS", 0)
+        patch.setattr(hopper_forward, "edges", lambda *_: torch.zeros(2, S, dtype=torch.int32) if packed else None)
         if rounds:
             patch.setattr(hopper_backward, "LONG", T // 2)
         lost = torch.empty_like(q) if residual else None
@@ -96,10 +99,12 @@ USUAL = [
     ({"D": 64, "T": 4160}, 104, 384), ({"D": 64}, 0, 384), ({"D": 128}, 0, 232),
     ({"D": 64, "rounds": True}, 0, 408), ({"D": 128, "rounds": True}, 0, 256),
     ({"D": 64, "started": 2}, 8, 464), ({"D": 128, "started": 2}, 8, 328),
+    ({"D": 64, "started": 2, "sink": 1}, 56, 664),
     ({"D": 80}, 0, 256), ({"D": 96}, 0, 288), ({"D": 256}, 0, 112), ({"D": 256, "started": 2}, 8, 364),
 ]  # fmt: skip
 VARIANTS = [
-    {"started": 1, "S": 300}, {"sink": 4}, {"residual": False}, {"started": 1, "sink": 4}, {"deterministic": False},
+    {"started": 1, "S": 300}, {"sink": 4}, {"started": 2, "sink": 1, "packed": True}, {"residual": False},
+    {"started": 1, "sink": 4}, {"deterministic": False},
     {"dtype": torch.float16, "S": 300},
 ]  # fmt: skip
 SLOW = [({"D": D, **options}, 1100, 2000) for D in SHAPES for options in VARIANTS]
@@ -213,6 +218,7 @@ def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(c
     """Where padded rows see nothing, too: with a block too few, a warpgroup would wait for ever."""
     from fox_kernels.hopper import forward_producer
 
+    monkeypatch.setattr(forward_producer, "origin_of", forward_producer.origin_of.fn)
     for T, offset, padding in itertools.product((64, 200, 300), (0, 3, 64, 100), (0, 1, 130, 1000)):
         S = T + offset
         start = min(padding, S)  # of every row: the address it is loaded from doesn't matter
@@ -221,7 +227,7 @@ def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(c
         monkeypatch.setattr(forward_producer, "edges_of", lambda *_: 0)
         for m in range(-(-T // (64 * consumers))):
             row0, _, nb_hi, n_main, _, n_all, _ = forward_producer.key_blocks.fn(
-                m, 0, 0, 0, T, S, True, sink, 64 * consumers, keys
+                m, 0, 0, 0, None, T, S, True, sink, 64 * consumers, keys
             )
             for w in range(consumers):
                 skipped = nb_hi - min((row0 + w * 64 + 63 + offset) // keys + 1, nb_hi)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common.blocks import LOG2_E
+from ..common.edges import edges
 from ..common.groups import Gates
 from ..common.horizon import found_edges
 from ..host.device import KNOWN_TRITON, processors, triton_version
@@ -58,7 +59,7 @@ GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
 
 def unsupported(q: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem on a Hopper GPU, or None if they can."""
-    scale, window, sink, softcap, horizon = options
+    scale, window, sink, softcap, _ = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -69,8 +70,8 @@ def unsupported(q: Tensor, options: Options) -> str | None:
         return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
     if softcap is not None:
         return "it has no softcap"
-    if sink > 0 and not (window is None and horizon is None):
-        return "it has no window or horizon together with sink tokens"
+    if sink > 0 and window is not None:
+        return "it has no window together with sink tokens"
     if sink > 64:
         return f"sink {sink} is more than 64"
     if q.shape[1] < MIN_QUERIES:
@@ -227,6 +228,13 @@ def edge_kind(options: Options, documents: Documents) -> int:
     return int(bounded) if options.horizon is None else 2
 
 
+def origins_of(k, options: Options, documents: Documents) -> Tensor | None:
+    """Return the edges of documents alone, for sinks beyond a horizon; None where sequences are one document each."""
+    if options.horizon is None or options.sink == 0:
+        return None
+    return edges(k.shape[0], k.shape[1], documents.cu_seqlens, documents.seq_start, None, k.device)
+
+
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
     counter: Tensor | None = None, out: Tensor | None = None,
@@ -239,8 +247,9 @@ def launch_forward(
     a multiple of 16 bytes, becomes o. Only where `unsupported` returns None.
     """
     constants = (edge_kind(options, documents), options.sink, residual is not None)
+    origins = origins_of(k, options, documents)
     strides = (q.stride(), k.stride(), v.stride())
-    key = (q.shape, k.shape, strides, q.dtype, q.device, alignment(q, k, v, c_hi, c_lo), constants)
+    key = (q.shape, k.shape, strides, q.dtype, q.device, alignment(q, k, v, c_hi, c_lo), constants, origins is None)
     plan = _plans.get(key)
     if plan is None:
         plan = remembered(_plans, key, plan_forward(q, k, v, constants))
@@ -255,6 +264,7 @@ def launch_forward(
     by_tma = (q, k, v, o, residual)
     plan.launch(
         *by_tma, *(by_tma if plan.rest else [None] * 5), c=Gates(c_hi, c_lo), lse=lse2,
-        start=None if starts is None else starts[0], counter=counter, scale=options.scale * LOG2_E, **plan.numbers,
+        start=None if starts is None else starts[0], origin=None if origins is None else origins[0], counter=counter,
+        scale=options.scale * LOG2_E, **plan.numbers,
     )  # fmt: skip
     return o, lse2

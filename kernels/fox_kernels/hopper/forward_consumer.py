@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .forward_masked import Rows, half_block, masked_block
-from .forward_producer import edges_of, key_blocks
-from .forward_softmax import lost, row_sums, scores, sees_whole, softmax, times_v, widened
+from .forward_masked import half_block, masked_block
+from .forward_producer import edges_of, key_blocks, origin_of
+from .forward_softmax import Rows, lost, row_sums, scores, sees_whole, softmax, times_v, widened
 from .gluon_names import thread_barrier, tma_store
 
 PING_PONG_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
@@ -48,7 +48,7 @@ def _next(smem, bars, tiles):
 
 
 @gluon.jit
-def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr, QB: gl.constexpr):
+def consumer(w, written, L, starts, smem, bars, scale, T, S, H, CUT: gl.constexpr, QB: gl.constexpr):
     HAS_START: gl.constexpr = CUT.HAS_START
     SINK: gl.constexpr = CUT.SINK
     NC: gl.constexpr = CUT.NC
@@ -58,6 +58,7 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
     NB: gl.constexpr = CUT.NB
     ACROSS: gl.constexpr = CUT.ACROSS
     o_desc, ox_desc, r_desc, rx_desc = written
+    START, ORIGIN = starts
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -80,13 +81,14 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
     while more > 0:
         bh = b * H + h
         row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = key_blocks(
-            m, b, bh, START, T, S, HAS_START, SINK, BM, BN
+            m, b, bh, START, ORIGIN, T, S, HAS_START, SINK, BM, BN
         )
         rows = row0 + w * 64 + gl.arange(0, 64, layout=ROW)
         ends = rows + (S - T)
         start = gl.zeros([64], gl.int32, layout=ROW)
         if HAS_START:
             start = gl.load(edges_of(START, b, bh, S, HAS_START) + ends, mask=rows < T, other=0)
+        origin = origin_of(ORIGIN, b, S, gl.minimum(ends, S - 1), start, HAS_START if SINK else 0)
         m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         l_i = row_sums(zero, BN)
         acc = gl.zeros([64, D], gl.float32, layout=O_L)
@@ -96,7 +98,7 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
         mbarrier.wait(bars.q_full.index(q_slot), (tiles // QB) & 1)
         decay = smem.d.index(q_slot).load(ROW)
         decay_lo = smem.dl.index(q_slot).load(ROW)
-        facts = Rows(ends, start, decay, decay_lo)
+        facts = Rows(ends, start, origin, decay, decay_lo)
         skipped = nb_hi - gl.minimum((row0 + w * 64 + 63 + S - T) // BN + 1, nb_hi)
         if skipped > 0:  # a block behind all rows of this warpgroup
             mbarrier.wait(bars.k_full.index(it % NB), (it // NB) & 1)
@@ -184,8 +186,7 @@ def consumer(w, written, L, START, smem, bars, scale, T, S, H, CUT: gl.constexpr
                 acc_x = warpgroup_mma(pr_x, smem.vx.index(v_slot).reshape([BN, DX]), acc_x, is_async=True)
             _turn(w, NC, True)
             qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
-            x, rest = scores(qk, smem.b.index(s), smem.bl.index(s), n, ends, start, decay, decay_lo, whole, HAS_START,
-                             SINK, S_L, BN)  # fmt: skip
+            x, rest = scores(qk, smem.b.index(s), smem.bl.index(s), n, facts, whole, HAS_START, SINK, S_L, BN)
             p, alpha, m_i, l_i = softmax(x, scale, rest, m_i, l_i, BN)
             if DX:
                 acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))

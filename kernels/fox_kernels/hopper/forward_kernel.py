@@ -59,7 +59,7 @@ class Barriers(NamedTuple):
 
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
 def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, c, lse, start,
-                counter, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr):  # fmt: skip
+                origin, counter, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr):  # fmt: skip
     """o, its rounding error, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     NC: gl.constexpr = CUT.NC
     BN: gl.constexpr = CUT.BN
@@ -128,16 +128,17 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
     bars = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty)
     written = (o_desc, ox_desc, r_desc, rx_desc)
     read = (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc)
+    starts = (start, origin)
     if NC == 2:
         gl.warp_specialize([
-            (consumer, (0, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
-            (consumer, (1, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
-            (producer, (read, c, start, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
+            (consumer, (0, written, lse, starts, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (1, written, lse, starts, smem, bars, scale, T, S, H, CUT, QB)),
+            (producer, (read, c, starts, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
         ], [4, PRODUCER_WARPS], [CUT.REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
-            (consumer, (1, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
-            (consumer, (2, written, lse, start, smem, bars, scale, T, S, H, CUT, QB)),
-            (producer, (read, c, start, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
+            (consumer, (0, written, lse, starts, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (1, written, lse, starts, smem, bars, scale, T, S, H, CUT, QB)),
+            (consumer, (2, written, lse, starts, smem, bars, scale, T, S, H, CUT, QB)),
+            (producer, (read, c, starts, counter, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT, QB)),
         ], [4, 4, PRODUCER_WARPS], [CUT.REGISTERS, CUT.REGISTERS, 32])  # fmt: skip

@@ -1,21 +1,10 @@
 """The first blocks of a tile in the Hopper forward, with the mask: nothing else is under way in their warpgroup."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .forward_softmax import row_sums, scores, softmax, widened
-
-
-class Rows(NamedTuple):
-    """Of a tile's queries: the last and the first key that they see, and their decay in two floats."""
-
-    ends: Any
-    start: Any
-    decay: Any
-    decay_lo: Any
+from .forward_softmax import Rows, row_sums, scores, softmax, widened
 
 
 @gluon.jit
@@ -39,8 +28,7 @@ def masked_block(q_slot, s, phase, n, smem, bars, rows, zero, scale, m_i, l_i, S
         qx = smem.qx.index(q_slot).reshape([64, DX])
         qk = warpgroup_mma(qx, smem.kx.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma_wait(0, deps=(qk,))
-    x, rest = scores(qk, bias, bias_lo, n * (BN // SEEN), rows.ends, rows.start, rows.decay, rows.decay_lo, False,
-                     CUT.HAS_START, CUT.SINK, S_L, SEEN)  # fmt: skip
+    x, rest = scores(qk, bias, bias_lo, n * (BN // SEEN), rows, False, CUT.HAS_START, CUT.SINK, S_L, SEEN)
     mbarrier.arrive(bars.k_empty.index(s), count=1)
     return softmax(x, scale, rest, m_i, l_i, SEEN)
 
@@ -59,7 +47,8 @@ def half_block(q_slot, s, phase, n, smem, bars, rows, scale, m_i, l_i, acc, P_L:
     ROW: gl.constexpr = gl.SliceLayout(1, H_L)
     zero = gl.zeros([64, HN], gl.float32, layout=H_L)
     facts = Rows(gl.convert_layout(rows.ends, ROW), gl.convert_layout(rows.start, ROW),
-                 gl.convert_layout(rows.decay, ROW), gl.convert_layout(rows.decay_lo, ROW))  # fmt: skip
+                 gl.convert_layout(rows.origin, ROW), gl.convert_layout(rows.decay, ROW),
+                 gl.convert_layout(rows.decay_lo, ROW))  # fmt: skip
     p, _alpha, m, total = masked_block(q_slot, s, phase, n, smem, bars, facts, zero, scale,
                                        gl.convert_layout(m_i, ROW), row_sums(zero, HN), H_L, HN, CUT)  # fmt: skip
     rounded = p.to(smem.q.dtype)

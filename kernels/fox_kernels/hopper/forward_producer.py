@@ -59,7 +59,18 @@ def edges_of(EDGES, b, bh, S, KIND: gl.constexpr):
 
 
 @gluon.jit
-def key_blocks(m, b, bh, START, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
+def origin_of(ORIGIN, b, S, position, visible, KIND: gl.constexpr):
+    """Where the document at a position begins: behind a horizon (KIND 2) not at the first key that it sees, visible."""
+    if KIND < 2:
+        return visible
+    elif ORIGIN is None:
+        return 0 * visible
+    else:
+        return gl.load(ORIGIN + b * S + position)
+
+
+@gluon.jit
+def key_blocks(m, b, bh, START, ORIGIN, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
                BN: gl.constexpr):  # fmt: skip
     """Which key blocks query tile m visits: main ones down from nb_hi - 1, then the sink's down from sb_hi - 1."""
     row0 = m * BM
@@ -79,10 +90,13 @@ def key_blocks(m, b, bh, START, T, S, HAS_START: gl.constexpr, SINK: gl.constexp
     n_main = nb_hi - nb_lo
     sb_hi = 0
     n_all = n_main
+    clean_lo = start_last
     if SINK > 0:
-        sb_hi = gl.minimum((start_first + SINK + BN - 1) // BN, nb_lo)
-        n_all += gl.maximum(sb_hi - start_first // BN, 0)
-    return row0, first_end, nb_hi, n_main, sb_hi, n_all, start_last + SINK
+        origin = origin_of(ORIGIN, b, S, first_end, start_first, HAS_START)
+        sb_hi = gl.minimum((origin + SINK + BN - 1) // BN, nb_lo)
+        n_all += gl.maximum(sb_hi - origin // BN, 0)
+        clean_lo = gl.maximum(clean_lo, origin_of(ORIGIN, b, S, last + S - T, start_last, HAS_START) + SINK)
+    return row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo
 
 
 @gluon.jit
@@ -102,7 +116,7 @@ def _hand_over(index, smem, bars, tiles, one, num_m, num_bh, group, H):
 
 
 @gluon.jit
-def producer(read, c, START, COUNTER, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr,
+def producer(read, c, starts, COUNTER, smem, bars, scale, T, S, H, KV_GROUP, num_m, num_bh, group, CUT: gl.constexpr,
              QB: gl.constexpr):  # fmt: skip
     HAS_START: gl.constexpr = CUT.HAS_START
     SINK: gl.constexpr = CUT.SINK
@@ -112,6 +126,7 @@ def producer(read, c, START, COUNTER, smem, bars, scale, T, S, H, KV_GROUP, num_
     DX: gl.constexpr = CUT.DX
     NB: gl.constexpr = CUT.NB
     q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc = read
+    START, ORIGIN = starts
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
@@ -124,7 +139,7 @@ def producer(read, c, START, COUNTER, smem, bars, scale, T, S, H, KV_GROUP, num_
         bh = b * H + h
         hk = h // KV_GROUP
         row0, first_end, nb_hi, n_main, sb_hi, n_all, _clean_lo = key_blocks(
-            m, b, bh, START, T, S, HAS_START, SINK, BM, BN
+            m, b, bh, START, ORIGIN, T, S, HAS_START, SINK, BM, BN
         )
         c_hi = c.hi + bh.to(gl.int64) * S
         c_lo = c.lo + bh.to(gl.int64) * S

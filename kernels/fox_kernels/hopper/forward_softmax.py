@@ -1,11 +1,23 @@
 """A consumer's steps on a block of scores in the Hopper forward: decay, mask, weights, rounding errors."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 WIDEN_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+class Rows(NamedTuple):
+    """Of queries: the last and the first key that they see, their document's first, and their decay in two floats."""
+
+    ends: Any
+    start: Any
+    origin: Any
+    decay: Any
+    decay_lo: Any
 
 
 @gluon.jit
@@ -15,8 +27,8 @@ def sees_whole(n, first_end, clean_lo, BN: gl.constexpr):
 
 
 @gluon.jit
-def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.constexpr, SINK: gl.constexpr,
-           S_L: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def scores(qk, b_s, bl_s, n, rows, whole, HAS_START: gl.constexpr, SINK: gl.constexpr, S_L: gl.constexpr,
+           BN: gl.constexpr):  # fmt: skip
     """Scores of key block n over `scale`, -inf where invisible, and the term still to be added to each row.
 
     qk has its bias already in blocks that every row sees whole. Those lie before the tile's first row, so both halves
@@ -24,19 +36,23 @@ def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.
     formed from two floats each.
     """
     if whole:
-        rest = decay
+        rest = rows.decay
     else:
         bias = b_s.load(gl.SliceLayout(0, S_L))
         bias_lo = bl_s.load(gl.SliceLayout(0, S_L))
         offs_n = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))
-        total = (decay[:, None] + bias[None, :]) + (decay_lo[:, None] + bias_lo[None, :])
-        seen = offs_n[None, :] <= ends[:, None]
-        if HAS_START:
-            seen = seen & (offs_n[None, :] >= start[:, None])
+        total = (rows.decay[:, None] + bias[None, :]) + (rows.decay_lo[:, None] + bias_lo[None, :])
+        seen = offs_n[None, :] <= rows.ends[:, None]
+        near = offs_n[None, :] >= rows.start[:, None]
         if SINK > 0:  # the sink's keys don't decay
-            total = gl.where(offs_n[None, :] < (start + SINK)[:, None], 0.0, total)
+            sink = offs_n[None, :] < (rows.origin + SINK)[:, None]
+            total = gl.where(sink, 0.0, total)
+            if HAS_START == 2:
+                near = near | (sink & (offs_n[None, :] >= rows.origin[:, None]))
+        if HAS_START:
+            seen = seen & near
         qk = gl.where(seen, qk + total, -float("inf"))
-        rest = gl.zeros_like(decay)
+        rest = gl.zeros_like(rows.decay)
     return qk, rest
 
 
