@@ -8,7 +8,16 @@ from typing import TypeVar
 import torch
 
 from . import autograd, reference
-from .arguments import as_wide_as, check, check_cache, check_gates, traced, under_autocast, under_transform
+from .arguments import (
+    as_wide_as,
+    check,
+    check_cache,
+    check_gates,
+    for_backward,
+    traced,
+    under_autocast,
+    under_transform,
+)
 from .choose_backend import announce, choose
 from .host.device import on_device, triton_unsupported
 from .options import Documents, given
@@ -82,7 +91,7 @@ def forgetting_attention(
     options, _ = given(scale=scale, window=window, sink=sink, softcap=softcap, horizon=horizon)
     options = check(q, k, v, log_f, options, documents)
     check_gates(log_f)
-    chosen, reason = choose(q, k, v, backend=backend, **options._asdict())
+    chosen, reason = choose(q, k, v, log_f, backend=backend, **options._asdict())
     if not torch.compiler.is_compiling():
         announce(chosen, reason)
         if chosen != "reference" and under_transform():
@@ -101,7 +110,7 @@ def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether `decode_attention` can run and is made for this: a few queries, a long cache, no gradient."""
     if traced(q, k, v) or triton_unsupported(q) is not None or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if for_backward(q, k, v):
         return False
     from .decoding import planner
 
@@ -140,7 +149,7 @@ def decode_attention(
     reason = "torch.compile can't take it" if torch.compiler.is_compiling() else triton_unsupported(q)
     if reason is not None:
         raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, c_hi, c_lo)):
+    if for_backward(q, k, v, c_hi, c_lo):
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])

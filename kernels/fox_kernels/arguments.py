@@ -25,6 +25,11 @@ def traced(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or any(type(x) not in TENSORS for x in tensors) or is_in_torch_dispatch_mode()
 
 
+def for_backward(*tensors: Tensor | None) -> bool:
+    """Return whether a result of these tensors will be differentiated."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
     device = q.device.type

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import chunked, determinism
-from .arguments import check_backward, traced
+from .arguments import check_backward, for_backward, traced
 from .options import SCHEMA, Backend, Documents, Options, Saved
 
 LN_2 = math.log(2)
@@ -113,11 +113,10 @@ def forgetting_attention(
     q, k, v, log_f, options: Options, documents: Documents, backend: str, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by a backend other than the reference."""
-    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
-    way = Backend(backend, for_backward, determinism.is_deterministic())
+    way = Backend(backend, for_backward(q, k, v, log_f), determinism.is_deterministic())
     if traced(q, k, v, log_f):
         o, lse2, *_ = attention(q, k, v, log_f, *documents[:2], *options, *way)
-    elif for_backward:
+    elif way.for_backward:
         o, lse2 = _Attention.apply(q, k, v, log_f, options, documents, way)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         (o, lse2, *_), _ = _passes(way).attend(q, k, v, log_f, options, documents, way)

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from .arguments import under_autocast
+from .arguments import for_backward, under_autocast
 from .host.device import capability, triton_unsupported
 from .options import Options, given
 
@@ -17,12 +17,14 @@ NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
 
 
-def gluon_unsupported(q: Tensor, v: Tensor, options: Options) -> str | None:
+def gluon_unsupported(q: Tensor, v: Tensor, options: Options, differentiated: bool) -> str | None:
     """Return why the Hopper kernels (Gluon) can't run a problem that the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0); on others the kernels were compiled, not run"
     if v.shape[-1] != q.shape[-1]:
         return f"the heads of v have {v.shape[-1]} channels, those of q and k {q.shape[-1]}"
+    if differentiated and options.sink > 0 and options.horizon is not None:
+        return "its backward has no horizon together with sink tokens"
     from .hopper.forward import unsupported
 
     return unsupported(q, options)
@@ -35,7 +37,7 @@ def choose(
 
     Backends: "reference" (whole matrix), "chunked" (plain torch, any device that has float64), "triton" (Ampere on),
     "gluon" (Hopper); the last two launch the kernels for decoding where a few queries meet many keys. Options as in
-    `forgetting_attention`; log_f may be given as there, and decides nothing.
+    `forgetting_attention`. Gradients decide, too: of q, k, v and, if given, log_f.
     Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
     """
     if backend not in BACKENDS:
@@ -52,7 +54,7 @@ def choose(
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
     wanted = wanted._replace(scale=1.0) if wanted.scale is None else wanted
-    no_gluon = no_triton or gluon_unsupported(q, v, wanted)
+    no_gluon = no_triton or gluon_unsupported(q, v, wanted, for_backward(q, k, v, log_f))
     if backend == "gluon":
         if no_gluon is not None:
             other = "triton" if no_triton is None else "chunked"

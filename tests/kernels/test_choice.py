@@ -76,6 +76,15 @@ def test_the_choice_on_a_gpu_and_its_reason(problem, given, backend, reason):
             assert str(refused.value) == f'backend="{name}" can\'t run: {why}; use backend="auto" or "{other}"'
 
 
+def test_gradients_choose_by_what_the_backward_has(problem):
+    (q, k, v, log_f), options = problem(horizon=8.0, sink=1)
+    log_f.requires_grad_()
+    reason = "CUDA tensors; not gluon: its backward has no horizon together with sink tokens"
+    assert choose(q, k, v, log_f, **options) == ("triton", reason)
+    with torch.no_grad():
+        assert choose(q, k, v, log_f, **options)[0] == "gluon"
+
+
 def test_the_choice_is_that_of_the_dtype_that_autocast_takes(problem, monkeypatch):
     inputs, options = problem(dtype=torch.float32)
     assert choose(*inputs, **options)[0] == "triton"

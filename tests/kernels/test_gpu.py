@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from cases import LAYOUTS, Case, draw, failures, gates
+from cases import LAYOUTS, ROUNDING, Case, draw, failures, gates, poisoned
 from fox_kernels import forgetting_attention, reference
 from fox_kernels.common import cumsum
 from fox_kernels.hopper import backward as hopper_backward
@@ -122,6 +122,23 @@ def test_error_at_most_twice_eager(case, backend):
     """Of outputs written to poisoned memory, the same bit for bit in two runs."""
     torch.manual_seed(0)
     assert failures(case, "cuda", backend) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("case", [case for case in horizons() if case.options.get("sink")], ids=Case.name)
+def test_sinks_beside_a_horizon_in_the_forward_alone(case):
+    """By the Hopper kernels, whose backward has no such thing."""
+    torch.manual_seed(0)
+    inputs, _, options = draw(case, "cuda")
+    exact = reference.forgetting_attention(*[x.double() for x in inputs], return_lse=True, **options)
+    eager = reference.forgetting_attention(*inputs, return_lse=True, **options)
+    with torch.no_grad(), poisoned():
+        mine = forgetting_attention(*inputs, return_lse=True, backend="gluon", **options)
+        again = forgetting_attention(*inputs, return_lse=True, backend="gluon", **options)
+    for x, repeated, y, z in zip(mine, again, eager, exact, strict=True):
+        assert torch.equal(x, repeated)
+        x, y, z = (w.double().masked_fill(w == -float("inf"), 0) for w in (x, y, z))
+        assert (x - z).norm() <= 2 * (y - z).norm() + ROUNDING[case.dtype] * z.norm()
 
 
 @on_hopper

@@ -76,7 +76,8 @@ def launches(
         lost = torch.empty_like(q) if residual else None
         o, lse2 = hopper_forward.launch_forward(q, k, k, c, c, options, documents, residual=lost)
         saved = Saved(o, lse2, c, c, lost)
-        hopper_backward.launch_backward(q, None, q, k, k, saved, options, documents, deterministic=deterministic)
+        if not (sink and started == 2):  # the backward has no such thing
+            hopper_backward.launch_backward(q, None, q, k, k, saved, options, documents, deterministic=deterministic)
     return found
 
 
@@ -99,7 +100,7 @@ USUAL = [
     ({"D": 64, "T": 4160}, 104, 384), ({"D": 64}, 0, 384), ({"D": 128}, 0, 232),
     ({"D": 64, "rounds": True}, 0, 408), ({"D": 128, "rounds": True}, 0, 256),
     ({"D": 64, "started": 2}, 8, 464), ({"D": 128, "started": 2}, 8, 328),
-    ({"D": 64, "started": 2, "sink": 1}, 56, 664),
+    ({"D": 64, "started": 2, "sink": 1}, 56, 0),
     ({"D": 80}, 0, 256), ({"D": 96}, 0, 288), ({"D": 256}, 0, 112), ({"D": 256, "started": 2}, 8, 364),
 ]  # fmt: skip
 VARIANTS = [

@@ -19,7 +19,6 @@ from .forward import (
     copyable,
     edge_kind,
     heads_per_group,
-    origins_of,
     remembered,
 )
 
@@ -94,16 +93,11 @@ class BackwardCut(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Edges of documents, windows and horizons (`common.edges`) and, of a horizon, key tiles' last query tiles.
-
-    origin, behind: the edges of documents alone, for sinks beyond a horizon (`origins_of`).
-    """
+    """Edges of documents, windows and horizons (`common.edges`) and, of a horizon, key tiles' last query tiles."""
 
     start: Tensor | None
     end: Tensor | None
     tile_hi: Tensor | None
-    origin: Tensor | None
-    behind: Tensor | None
 
 
 class Lines(NamedTuple):
@@ -195,11 +189,11 @@ def launch_backward(
         k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
         dq, dk, dv, dc = launch_backward(do, dlse2, q, k, v, saved, options, documents, deterministic=deterministic)
         return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv)), dc
-    started, origins = edge_kind(options, documents), origins_of(k, options, documents)
+    started = edge_kind(options, documents)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
-        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, sink, origins is None, deterministic,
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, sink, deterministic,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -215,7 +209,6 @@ def launch_backward(
     ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     start, end = (None, None) if starts is None else starts.unbind()
-    origin, behind = (None, None) if origins is None else origins.unbind()
     tile_lo = tile_hi = lost = None
     if start is not None and horizon is not None:
         tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
@@ -234,8 +227,7 @@ def launch_backward(
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     plan.main(
         q, k, v, do, sums, dk, dv, c=Gates(c_hi, c_lo), rows=Lines(lse2, delta), sums=Sums(dc, row_sum), ticket=ticket,
-        counter=ticket[-2:], edges=Edges(start, end, tile_hi, origin, behind), tile_lo=tile_lo, lost=lost,
-        sm_scale=float(scale),
+        counter=ticket[-2:], edges=Edges(start, end, tile_hi), tile_lo=tile_lo, lost=lost, sm_scale=float(scale),
         T=T, T_PAD=rows, S=S, H=H, KV_GROUP=H // Hkv, num_n=num_n, num_bh=B * Hkv, group=plan.group,
     )  # fmt: skip
     plan.finish(

@@ -20,7 +20,7 @@ from .backward_shared import (
     acquire,
     key_tile,
 )
-from .forward_producer import difference, edges_of, origin_of
+from .forward_producer import difference, edges_of
 from .gluon_names import tma_load
 
 
@@ -64,19 +64,11 @@ def _query_tiles(n, b, bh, num_n, edges, T, S, CUT: gl.constexpr):
         # do the first SINK keys of the last document that starts here or before, or an earlier one's, lie in this tile?
         first = 0
         last_start = 0
-        if HAS_START == 1:
+        if HAS_START:
             first = gl.load(edges.start + b * S + n0)
             last_start = gl.load(edges.start + b * S + n_last)
-        if HAS_START == 2:
-            first = origin_of(edges.origin, b, S, n0, first, HAS_START)
-            last_start = origin_of(edges.origin, b, S, n_last, first, HAS_START)
         if (first + SINK > n0) | (last_start > first):
             clean_hi = 0
-            if HAS_START == 2:  # sinks are seen beyond the horizon
-                behind = S
-                if edges.behind is not None:
-                    behind = gl.load(edges.behind + b * S + n_last)
-                hi = gl.maximum(hi, (gl.minimum(behind - shift, T) + BM - 1) // BM)
     return lo, gl.maximum(hi, lo), clean_lo, clean_hi
 
 
@@ -176,15 +168,9 @@ def producer(read, c, lines, edges, counter, smem, bars, sm_scale, T, T_PAD, S, 
                 for w in gl.static_range(HALVES):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
                     sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
-                    behind = gl.zeros([64], gl.int32, layout=VEC)
-                    if HAS_START == 1:
+                    if HAS_START:
                         sink_end += gl.load(edges.start + b * S + keys, mask=keys < S, other=0)
-                    if HAS_START == 2:
-                        behind += S
-                        if edges.origin is not None:
-                            sink_end += gl.load(edges.origin + b * S + keys, mask=keys < S, other=0)
-                            behind = gl.load(edges.behind + b * S + keys, mask=keys < S, other=0)
-                    smem.live.index(slot * 2 + w).store(gl.where(keys < sink_end, -behind.to(gl.float32), 1.0))
+                    smem.live.index(slot * 2 + w).store(gl.where(keys < sink_end, 0.0, 1.0))
             smem.info.index(slot * INFO + I_INDEX).store(one * index)
             smem.info.index(slot * INFO + I_LO).store(one * lo)
             smem.info.index(slot * INFO + I_HI).store(one * top)

@@ -91,11 +91,7 @@ def weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, li
         rows = (step >> 5) * BM + shift + gl.arange(0, BM, layout=QUERY)
         seen = keys[:, None] <= rows[None, :]
         if HAS_START:
-            near = keys[:, None] >= start_s.load(QUERY)[None, :]
-            if HAS_START == 2 and SINK > 0:  # sinks are seen beyond a horizon, to their document's end
-                behind = (-live_s.load(KEY)).to(gl.int32)[:, None]
-                near = gl.where(behind >= 0, rows[None, :] < behind, near)
-            seen = seen & near
+            seen = seen & (keys[:, None] >= start_s.load(QUERY)[None, :])
         if SINK > 0:
             total = gl.where(live_s.load(KEY)[:, None] > 0, total, sink_row_s.load(QUERY)[None, :])
         pt = gl.exp2(gl.where(seen, st * (sm_scale * LOG2E) + total, -float("inf")))

@@ -20,7 +20,6 @@ from .backward_shared import (
     key_tile,
     scalar,
 )
-from .forward_producer import origin_of
 from .gluon_names import thread_barrier, tma_reduce_add, tma_store
 
 
@@ -33,19 +32,6 @@ def _first(m, b, bh, num_m, START, TILE_LO, T, S, CUT: gl.constexpr):
         return gl.load(START + b * S + S - T + m * CUT.BM) // CUT.KEYS
     else:
         return 0 * m
-
-
-@gluon.jit
-def _turn(n, m, b, bh, num_m, edges, TILE_LO, T, S, CUT: gl.constexpr):
-    """How many key tiles before n add to query tile m: those from `_first` on and, beyond a horizon, the sinks'."""
-    first = _first(m, b, bh, num_m, edges.start, TILE_LO, T, S, CUT)
-    turn = n - first
-    if CUT.HAS_START == 2 and CUT.SINK > 0:
-        origin = origin_of(edges.origin, b, S, S - T + m * CUT.BM, first, CUT.HAS_START)
-        sinks = origin // CUT.KEYS
-        behind = gl.minimum((origin + CUT.SINK - 1) // CUT.KEYS + 1, first)
-        turn = gl.where(n < first, n - sinks, turn + gl.maximum(behind - sinks, 0))
-    return turn
 
 
 @gluon.jit
@@ -93,7 +79,7 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
                         whole = whole & (scalar(smem.info.index(slot * INFO + I_HEADS + g)) == hi)
                     whole = whole & (_first(last, b, bh0 + g, num_m, edges.start, tile_lo, T, S, CUT) == 0)
             if DETERMINISTIC and not (EACH or whole):
-                turn = _turn(n, last, b, bh0, num_m, edges, tile_lo, T, S, CUT)
+                turn = n - _first(last, b, bh0, num_m, edges.start, tile_lo, T, S, CUT)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
                 for g in range(heads):
@@ -110,12 +96,12 @@ def writer(written, sums_of, tickets, edges, tile_lo, smem, bars, T, T_PAD, S, H
                         later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                             if EACH and not whole:
-                                turn = _turn(n, m, b, bh, num_m, edges, tile_lo, T, S, CUT)
+                                turn = n - _first(m, b, bh, num_m, edges.start, tile_lo, T, S, CUT)
                                 now = -1 + 0 * n
                             while now < turn:
                                 now = acquire(ticket)
                             if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
-                                later = _turn(n, ahead, b, after, num_m, edges, tile_lo, T, S, CUT)
+                                later = n - _first(ahead, b, after, num_m, edges.start, tile_lo, T, S, CUT)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
                         for pair in gl.static_range(PAIRS):
