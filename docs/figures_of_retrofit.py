@@ -28,7 +28,7 @@ from measured_arms import (
 )
 
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "unbounded-24M")
-STEPPED = ("late-step", "late-256", "step-32", "step-8")
+STEPPED = ("late-step", "late-256", "step-32", "step-8", "step-8-chat", "step-8-x16", "step-16", "step-16-x16")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
     *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED),
