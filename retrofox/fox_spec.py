@@ -77,8 +77,8 @@ class FoxSpec(FoxFields):
         gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
         init: "open" (f = 1: the base model; gates so open get no gradient and don't train), "slopes" (half-lives
             log-spaced over the heads of each layer), "measured" (log-spaced over the model's kv heads, in order of
-            their attention distance on a text), "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H).
-            "calibrated" is the old name of "measured".
+            their attention distance on a text), "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H,
+            interpolated as ALiBi does where H is no power of two). "calibrated" is the old name of "measured".
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
             else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8). A time constant T of
             the FoX paper, f = exp(-1/T), is a half-life of T ln 2.
