@@ -25,6 +25,7 @@ from retrofox.evaluation.lm_eval import Scores, differences, find_tasks, print_t
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
+from retrofox.support.plots import save_figure
 from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 
@@ -154,7 +155,8 @@ def _report(
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
     result["seconds"] = time.time() - started
     if out is not None:
-        draw = partial(loss_report.write_figure, result, Path(out)) if losses else None
+        stem = Path(out) / "per_token_loss"
+        draw = (lambda: save_figure(loss_report.figure(result), stem)) if losses else None
         write_results(result, Path(out) / "eval.json", console, draw)
 
 

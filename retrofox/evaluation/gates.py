@@ -7,7 +7,6 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from retrofox.anatomy import attentions
 from retrofox.config_values import trained_length
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.gates_report import open_heads_sentence, print_gates, print_live_share, write_figure
+from retrofox.evaluation.gates_report import figure, open_heads_sentence, print_gates, print_live_share
 from retrofox.evaluation.live_share import measure_live_share
 from retrofox.generation.generate import complete
 from retrofox.generation.streaming import Meter
@@ -30,6 +29,7 @@ from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.planning.live_share import LENGTHS
 from retrofox.support.counts import require_at_least
+from retrofox.support.plots import save_figure
 from retrofox.support.report import check_folder, environment, output_console, reading_bar, write_results
 
 TIMED = 16
@@ -138,7 +138,8 @@ def inspect(
         print_live_share(live, console)
         console.print(open_heads_sentence(live, heads), highlight=False, soft_wrap=True)
     if out is not None:
-        draw = partial(write_figure, result, Path(out)) if heads else None
+        stem = Path(out) / "half_lives"
+        draw = (lambda: save_figure(figure(result), stem)) if heads else None
         write_results(result, Path(out) / "gates.json", console, draw)
     return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.console import Console
 
-from retrofox.support.plots import COLOURS, STYLE, save_figure, set_titles, tokens_label
+from retrofox.support.plots import COLOURS, STYLE, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 LIVE_COLUMNS = (
@@ -96,12 +95,6 @@ def figure(result: dict[str, Any]) -> Figure:
         set_titles(axes, "Half-lives of the forget gates", _source(result))
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=10, borderaxespad=0.2)
     return figure
-
-
-def write_figure(result: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Writes the figure; returns its files by name."""
-    png, svg = save_figure(figure(result), folder / "half_lives")
-    return {"png": png, "svg": svg}
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
-from retrofox.support.plots import COLOURS, LINES, STYLE, save_figure, set_titles, tokens_label
+from retrofox.support.plots import COLOURS, LINES, STYLE, set_titles, tokens_label
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -157,12 +156,6 @@ def add_curves(result: dict[str, Any], losses: Losses) -> None:
     keys = [line["key"] for line in result["lines"]]
     result["curves"] = curves(result["lines"], losses, result["length"])
     result["difference_curves"] = curves(result["lines"], losses, result["length"], less=_reference(keys))
-
-
-def write_figure(result: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Writes the figure; returns its files by name."""
-    png, svg = save_figure(figure(result), folder / "per_token_loss")
-    return {"png": png, "svg": svg}
 
 
 def figure(result: dict[str, Any]) -> Figure:

@@ -64,13 +64,12 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
     """Writes the figures, each whole or not at all; returns their paths."""
-    files = {}
-    files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
+    files = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
         for mode in result["modes"]:
             key = f"{values['role']}_{mode}"
-            figure = depth_figure(result, name, mode)
-            files[f"{key}_png"], files[f"{key}_svg"] = save_figure(figure, folder / f"needle_{key}")
+            saved = save_figure(depth_figure(result, name, mode), folder / f"needle_{key}")
+            files |= {f"{key}_{kind}": path for kind, path in saved.items()}
     return files
 
 

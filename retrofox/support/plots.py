@@ -30,12 +30,12 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def save_figure(figure: Figure, stem: str | os.PathLike) -> list[str]:
-    """Writes <stem>.png (160 dpi) and <stem>.svg, each whole or not at all; returns their paths."""
+def save_figure(figure: Figure, stem: str | os.PathLike) -> dict[str, str]:
+    """Writes <stem>.png (160 dpi) and <stem>.svg, each whole or not at all; returns {"png": path, "svg": path}."""
     drawn, png = svg(figure), io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(png, format="png", dpi=160)
-    return [write_result(f"{stem}.png", png.getvalue()), write_result(f"{stem}.svg", drawn)]
+    return {"png": write_result(f"{stem}.png", png.getvalue()), "svg": write_result(f"{stem}.svg", drawn)}
 
 
 def svg(figure: Figure) -> bytes:

@@ -33,8 +33,8 @@ def test_names_are_drawn_as_they_are_and_the_same_numbers_give_the_same_files(tm
     drawn = [losses(curve(name, 4.0), curve("a$b$", 4.1), less=(curve(name, 0.1),)) for _ in range(2)]
     assert [text.get_text().strip() for text in drawn[0].axes[0].get_legend().get_texts()] == [name, "a$b$"]  # type: ignore
     saved = [save_figure(figure, tmp_path / stem) for figure, stem in zip(drawn, ("x", "y"), strict=True)]
-    for first, second in zip(*saved, strict=True):
-        assert Path(first).read_bytes() == Path(second).read_bytes()
+    first, second = ([Path(file).read_bytes() for file in files.values()] for files in saved)
+    assert first == second
 
 
 def test_differences_get_a_panel_of_their_own_in_the_same_colours():
