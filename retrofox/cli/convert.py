@@ -63,17 +63,18 @@ def convert(
     files = [str(file) for file in texts or []]
     if revision is None:
         require_there([source], files)
-    from retrofox.conversion import artefact, report
+    from retrofox.conversion.convert import plan_for, preview, write
     from retrofox.conversion.own_gates import HORIZON_ALONE
+    from retrofox.conversion.report import print_conversion, print_plan
 
     fields = {*fox, *(change.partition("=")[0].removeprefix("fox.") for change in changes or ())}
-    if fields - {"horizon"} and artefact.plan_for(source, spec, revision).own_gates is not None:
+    if fields - {"horizon"} and plan_for(source, spec, revision).own_gates is not None:
         raise ValueError(HORIZON_ALONE.format(source))  # such a field may have the value that it has anyway
     if dry_run:
-        plan, values = artefact.preview(source, out, spec, revision=revision, texts=files)
-        print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
+        plan, values = preview(source, out, spec, revision=revision, texts=files)
+        print(json.dumps(values, indent=2)) if as_json else print_plan(plan, values)
         return
     with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
         options: dict[str, Any] = {"verify": not no_verify, "revision": revision, "texts": files}
-        result = artefact.write(source, out, spec, progress=not as_json, **options)
-    print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
+        result = write(source, out, spec, progress=not as_json, **options)
+    print(json.dumps(result, indent=2)) if as_json else print_conversion(result, out)

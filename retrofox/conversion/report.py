@@ -16,7 +16,7 @@ from retrofox.surgery import Plan
 
 
 def print_plan(plan: Plan, values: dict[str, Any]) -> None:
-    """The plan as a table on stdout; `values` as `retrofox.conversion.artefact.preview` gives them."""
+    """The plan as a table on stdout; `values` as `retrofox.conversion.convert.preview` gives them."""
     _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", values)
     shapes = {name.split(".", 3)[-1]: shape for name, shape in plan.tensors.items()}
     for name, shape in shapes.items():

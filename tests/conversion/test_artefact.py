@@ -188,7 +188,7 @@ def test_refusals_leave_nothing_behind(source, tmp_path):
 
 
 def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
-    import retrofox.conversion.artefact
+    import retrofox.conversion.convert
 
     def spoiled(directory, found, plan, partial, *rest):
         how = original(directory, found, plan, partial, *rest)
@@ -198,8 +198,8 @@ def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
         save_file(state, partial / name, metadata={"format": "pt"})
         return how
 
-    original = retrofox.conversion.artefact.write_directory
-    monkeypatch.setattr(retrofox.conversion.artefact, "write_directory", spoiled)
+    original = retrofox.conversion.convert.write_directory
+    monkeypatch.setattr(retrofox.conversion.convert, "write_directory", spoiled)
     refused("parity proof failed", source, tmp_path / "out")
 
 
@@ -273,7 +273,7 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_convert_says_that_nothing_was_written(source, tmp_path, monkeypatch, run, number):
-    monkeypatch.setattr("retrofox.conversion.artefact.write", lambda *_, **__: os.kill(os.getpid(), number))
+    monkeypatch.setattr("retrofox.conversion.convert.write", lambda *_, **__: os.kill(os.getpid(), number))
     code, _, err = run("convert", source, tmp_path / "out")
     assert code == 128 + number
     assert err.strip() == f"signal {int(number)}: nothing was written: run it again to go on"
