@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from retrofox.cli.options import Overrides, RecipeFile, require_there
+from retrofox.support.interruptions import Interruptions
 
 
 def prepare(recipe: RecipeFile, changes: Overrides = None) -> None:
@@ -87,4 +88,5 @@ def merge(
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
     from retrofox.conversion.merge import merge as run
 
-    print(json.dumps(run(adapter, out), indent=2))
+    with Interruptions("nothing was written"):
+        print(json.dumps(run(adapter, out), indent=2))

@@ -14,7 +14,6 @@ from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.support.files import write_json
-from retrofox.support.interruptions import Interruptions
 from retrofox.version import __version__
 
 PROBE_TOKENS = 64
@@ -33,13 +32,8 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: no adapter there.
         ValueError: an unconverted or quantised base, `out` exists, or logits that differ (nothing is left in `out`).
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, nothing left in `out`.
     """
-    with Interruptions("nothing was written"):
-        return _merge(Path(adapter), Path(out))
-
-
-def _merge(adapter: Path, out: Path) -> dict[str, Any]:
+    adapter, out = Path(adapter), Path(out)
     refuse_existing(out)
     base = converted_base(adapter)
     config = read_config(base)
