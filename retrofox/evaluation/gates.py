@@ -100,10 +100,10 @@ def inspect(
     windows: list[Window] = []
     if data:
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
-    tokens, longest = (of(len(w.token_ids) for w in windows) if windows else 0 for of in (sum, max))
+    sizes = [len(window.token_ids) for window in windows]
     live: dict[str, Any] | None = None
     if windows and gates:
-        lengths = [*(n for n in LENGTHS.values() if n < longest), longest]
+        lengths = [*(n for n in LENGTHS.values() if n < max(sizes)), max(sizes)]
         live, decay = measure_live_share(opened, windows, horizon, lengths, progress)
     heads = [head for layer, gate in gates.items() for head in _heads(layer, gate, decay[layer], length, trained)]
     _require_finite(heads, opened.source)
@@ -116,7 +116,7 @@ def inspect(
         "length": length,
         "data": listed(data),
         "documents": len(windows),
-        "tokens": tokens,
+        "tokens": sum(sizes),
         "heads": heads,
         "layers": len([*attentions(opened.model)]),
         "summary": {"heads": len(heads), **kinds, "dead": sum(head["dead"] for head in heads)},
@@ -150,17 +150,13 @@ def _no_gates(source: str) -> ValueError:
 
 def _heads(layer: int, gate: Any, decay: torch.Tensor, length: int, trained: int) -> list[dict[str, Any]]:
     """The report's entry of each gate of a layer; `decay` (H,) is its mean of -log f."""
-    return [
-        {
-            "layer": layer,
-            "head": head,
-            "bias": bias,
-            "half_life": _half_life(mean),
-            "kind": _kind(_half_life(mean), trained),
-            "dead": mean * length < DEAD_DECAY,
-        }
-        for head, (bias, mean) in enumerate(zip(gate.bias.tolist(), decay.tolist(), strict=True))
-    ]
+    heads = []
+    for head, (bias, mean) in enumerate(zip(gate.bias.tolist(), decay.tolist(), strict=True)):
+        half_life = math.log(2) / mean if mean else math.inf
+        kind = "global" if half_life >= trained else "local" if half_life < trained / 16 else "medium"
+        entry = {"layer": layer, "head": head, "bias": bias, "half_life": half_life if mean else None, "kind": kind}
+        heads.append({**entry, "dead": mean * length < DEAD_DECAY})
+    return heads
 
 
 def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
@@ -169,17 +165,6 @@ def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
     if broken:
         named = ", ".join(f"layer {h['layer']} head {h['head']}" for h in broken[:5])
         raise ValueError(f"{len(broken)} gates of {source} are not finite, such as {named}: its weights are damaged")
-
-
-def _half_life(decay: float) -> float | None:
-    """ln 2 / decay tokens; None if the gate is exactly open."""
-    return None if decay == 0 else math.log(2) / decay
-
-
-def _kind(half_life: float | None, trained: int) -> str:
-    if half_life is None or half_life >= trained:
-        return "global"
-    return "local" if half_life < trained / 16 else "medium"
 
 
 def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> list[list[float]] | None:

@@ -131,21 +131,20 @@ def live_rows(live: dict[str, Any]) -> list[list[str]]:
 def open_heads_sentence(live: Mapping[str, Any], heads: Sequence[Mapping[str, Any]]) -> str:
     """How many heads see the whole of the longest text, and how many of them look facts up."""
     row = live["lengths"][-1]
-    whole = set(row["open_heads"])
+    whole = row["open_heads"]
     where = f"all of {tokens_label(row['length'])} tokens"
-    scores = {f"{head['layer']}.{head['head']}": head.get("needle_attention") for head in heads}
-    told = {name: score for name, score in scores.items() if score is not None}
+    scores = {f"{head['layer']}.{head['head']}": head["needle_attention"] for head in heads}
     count = f"no head sees {where}"
     if whole:
         count = f"{len(whole)} head{'s' * (len(whole) > 1)} of {len(heads)} see{'s' * (len(whole) == 1)} {where}"
-    if not told:
-        count += f": {_names(row['open_heads'])}" if whole else ""
+    if None in scores.values():
+        count += f": {_names(whole)}" if whole else ""
         return f"{count}; attention to planted facts was not measured: text or model is too short"
     if not whole:
         return count
-    looking = sorted((n for n, score in told.items() if score >= LOOKS_UP), key=lambda n: -told[n])
-    seeing = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name in whole]
-    closed = [f"{name} ({100 * told[name]:.0f} %)" for name in looking if name not in whole]
+    looking = sorted((name for name, score in scores.items() if score >= LOOKS_UP), key=lambda name: -scores[name])
+    seeing = [f"{name} ({100 * scores[name]:.0f} %)" for name in looking if name in whole]
+    closed = [f"{name} ({100 * scores[name]:.0f} %)" for name in looking if name not in whole]
     most = f"at least {100 * LOOKS_UP:.0f} % of attention on a planted fact"
     text = f"{count}; {len(seeing)} of these look facts up ({most})"
     text += f": {_names(seeing)}" if seeing else ""
