@@ -15,7 +15,7 @@ from rich.console import Console
 
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges
 from retrofox.evaluation.statistics import side
-from retrofox.support.plots import COLOURS, LINES, STYLE, set_titles, tokens_label
+from retrofox.support.plots import COLOURS, LINES, STYLE, set_titles, span_label, tokens_label
 from retrofox.support.report import print_table
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -102,7 +102,7 @@ def print_losses(result: dict[str, Any], console: Console) -> None:
     keys = [line["key"] for line in result["lines"]]
     rows: list[list[str]] = []
     for bucket in result["buckets"]:
-        place = [f"{tokens_label(bucket['from'])}-{tokens_label(bucket['to'])}", f"{bucket['tokens']:,}"]
+        place = [span_label(bucket), f"{bucket['tokens']:,}"]
         for line in result["lines"]:
             change = bucket["difference"].get(f"{line['key']}-{_compared_to(line['key'], keys)}")
             rows.append([*place, line["label"], _cell(bucket["loss"][line["key"]]), _cell(change, signed=True)])

@@ -22,7 +22,7 @@ from retrofox.evaluation.model_difference import summarise_rows, token_differenc
 from retrofox.evaluation.panel_texts import SHORTEST_ROW, choose_kinds, rows_of
 from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
-from retrofox.support.plots import tokens_label
+from retrofox.support.plots import span_label
 from retrofox.support.report import environment, output_console, print_table, progress_bar, write_results
 
 LENGTH, TOKENS, ANSWER = 8192, 131072, 128
@@ -141,8 +141,7 @@ def worst_row(kinds: Mapping[str, Any]) -> dict[str, Any]:
 def headline(result: Mapping[str, Any]) -> str:
     """The worst row in a sentence."""
     worst = result["worst"]
-    where = f"{worst['kind']} at {tokens_label(worst['from'])}-{tokens_label(worst['to'])}"
-    text = f"Worst row: {where}, {worst['mean']:+.3f} nats to the base"
+    text = f"Worst row: {worst['kind']} at {span_label(worst)}, {worst['mean']:+.3f} nats to the base"
     if worst["interval"] is None:
         return f"{text}; one row gives no interval"
     low, high = worst["interval"]
@@ -171,8 +170,7 @@ def print_panel(result: Mapping[str, Any], console: Console) -> None:
     console.print(headline(result), highlight=False, soft_wrap=True)
     columns = ["kind", "tokens"]
     for span in next(iter(result["kinds"].values()))["spans"]:
-        where = f"{tokens_label(span['from'])}-{tokens_label(span['to'])}"
-        columns += [f"base {where}", f"difference {where}"]
+        columns += [f"base {span_label(span)}", f"difference {span_label(span)}"]
     rows = []
     for kind, found in result["kinds"].items():
         row = [kind, f"{found['tokens']:,}"]

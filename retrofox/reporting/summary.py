@@ -11,7 +11,7 @@ from retrofox.evaluation.loss_report import verdicts as gate_verdicts
 from retrofox.evaluation.panel import headline as worst_kind
 from retrofox.evaluation.panel import instruction_sentence
 from retrofox.evaluation.statistics import paired_difference, side
-from retrofox.support.plots import tokens_label
+from retrofox.support.plots import span_label, tokens_label
 
 SIGNIFICANT = 0.05
 FEW_DOCUMENTS, FEW_PROMPTS = 8, 50
@@ -105,7 +105,7 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for bucket in results.get("loss", {}).get("buckets", ()):
         if bucket["tokens"]:
             losses = {key: loss for key, loss in bucket["loss"].items() if key not in CONTROLS}
-            rows.append(_in_nats("loss", _span(bucket), losses, bucket["difference"].get("model-base")))
+            rows.append(_in_nats("loss", span_label(bucket), losses, bucket["difference"].get("model-base")))
     return rows
 
 
@@ -115,12 +115,8 @@ def _panel_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for span in found["spans"]:
             if span["tokens"]:
                 losses = {"model": span["loss"], "base": span["base"]}
-                rows.append(_in_nats("panel", f"{kind}, {_span(span)}", losses, span["difference"]))
+                rows.append(_in_nats("panel", f"{kind}, {span_label(span)}", losses, span["difference"]))
     return rows
-
-
-def _span(row: Mapping[str, Any]) -> str:
-    return f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
 
 
 def _in_nats(topic: str, what: str, losses: Mapping[str, Any], change: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -52,6 +53,11 @@ def tokens_label(value: float) -> str:
         if value >= 0.9996 * unit:  # as good as one
             return f"{value / unit:.0f}{name}" if value >= 100 * unit else f"{value / unit:.3g}{name}"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def span_label(span: Mapping[str, Any]) -> str:
+    """{"from": 4096, "to": 8192} -> "4k-8k"."""
+    return f"{tokens_label(span['from'])}-{tokens_label(span['to'])}"
 
 
 def set_titles(axes: Any, title: str, subtitle: str) -> None:
