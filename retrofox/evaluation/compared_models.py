@@ -32,6 +32,10 @@ class Comparison:
     tokenizer: Any
     place: dict[str, Any]
 
+    def open(self, source: Any) -> LoadedModel:
+        """One of them, ready to run."""
+        return open_model(source, tokenizer=self.tokenizer, **self.place)
+
     def columns(self) -> Iterator[tuple[str, LoadedModel]]:
         """(key, open model) of everything that is measured: model, base, further bases.
 
@@ -40,7 +44,7 @@ class Comparison:
         """
         names: set[str] = set()
         for number, source in enumerate([self.model, *self.others]):
-            opened = open_model(source, tokenizer=self.tokenizer, **self.place)
+            opened = self.open(source)
             name, alike = opened.name, 1
             while name in names:
                 alike += 1

@@ -92,8 +92,7 @@ def evaluate(
     if tasks:
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
         found = find_tasks(tasks, include_path, length=length, tokenizer=name)
-    place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
-    compared = compare(model, against, sources, out, **place)
+    compared = compare(model, against, sources, out, tokenizer=tokenizer, dtype=dtype, device=device)
     chosen: list[Window] = []
     if sources:
         which: dict[str, Any] = {"min_tokens": min_tokens, "max_documents": max_documents}

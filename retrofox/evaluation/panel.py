@@ -20,7 +20,6 @@ from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel_texts import SHORTEST_ROW, choose_kinds, rows_of
-from retrofox.loading.loaded_model import open_model
 from retrofox.support.counts import require_at_least
 from retrofox.support.plots import span_label
 from retrofox.support.report import environment, output_console, print_table, progress_bar, write_results
@@ -88,8 +87,7 @@ def panel(
     empty = [kind for kind, own in rows.items() if not own]
     if empty:
         raise ValueError(f"under {SHORTEST_ROW} tokens of kind {', '.join(empty)}: give more, or leave it out")
-    place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
-    mine, its = (open_model(source, **place) for source in (model, against))
+    mine, its = compared.open(model), compared.open(against)
     instructions = None
     if prompts:
         answer_tokens = QUICK_ANSWER if quick else ANSWER
