@@ -181,8 +181,6 @@ def find_tasks(
 
 def differences(scores: Mapping[str, Scores], reference: str) -> dict[str, dict[str, dict[str, Any]]]:
     """{model: {task: {metric: paired difference to `reference`}}} of metrics that are means over documents."""
-    if reference not in scores:
-        return {}
     base = scores[reference].documents
     return {
         key: {
