@@ -96,20 +96,21 @@ def report(
         done = _run_all(parts, kept, missing, where, console)
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
+    summary = summarise({name: entry["result"] for name, entry in done.items()})
+    for entry in done.values():
+        entry["result"].pop("answers", None)  # each single needle's, which its part has
     result: dict[str, Any] = {
         "suite": suite,
         "model": asked.model,
         "against": asked.against,
         "data": asked.data,
-        "summary": summarise({name: entry["result"] for name, entry in done.items()}),
+        "summary": summary,
         "parts": done,
         "missing": missing,
         "seconds": time.time() - started,
         "environment": environment(),
     }
-    write_result(
-        folder / "report.json", (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode()
-    )
+    write_result(folder / "report.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     write_result(folder / "report.html", render(result).encode())
     console.print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
     return result
@@ -156,12 +157,3 @@ def _left(waiting: Sequence[ReportPart], done: Any) -> str:
         return ""
     seconds = tokens * sum(entry["seconds"] for entry in timed) / sum(entry["tokens"] for entry in timed)
     return f"; about {duration(seconds)}{'' if all(part.tokens for part in waiting) else ' and the tasks'} left"
-
-
-def _without_answers(result: dict[str, Any]) -> dict[str, Any]:
-    """The report without each single needle's answer, which its part has."""
-    parts = {
-        name: {**entry, "result": {k: v for k, v in entry["result"].items() if k != "answers"}}
-        for name, entry in result["parts"].items()
-    }
-    return {**result, "parts": parts}
