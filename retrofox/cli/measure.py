@@ -160,8 +160,7 @@ def panel(
     """
     from retrofox.evaluation.panel_texts import choose_kinds
 
-    require_there([model, against])
-    choose_kinds(data or ())  # refuses what is not there
+    require_there([model, against], [path for paths in choose_kinds(data or ()).values() for path in paths])
     from retrofox.evaluation.panel import panel as run
 
     options: dict[str, Any] = {"quick": quick, "length": length, "tokens": tokens, "chat": chat}

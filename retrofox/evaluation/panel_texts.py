@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from retrofox.config import Source
-from retrofox.data.sources import resolve
-
 SHIPPED = Path(__file__).with_name("panel-texts")
 SHORTEST_ROW = 32
 """Tokens of the shortest row: a shorter remainder behind the last full row is dropped."""
@@ -48,8 +45,6 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
                 "texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for each "
                 f"kind; got {word!r}"
             )
-    for path in (path for paths in given.values() for path in paths):
-        resolve(Source(path=path))
     if not kinds:
         kinds = {file.stem: [str(file)] for file in sorted(SHIPPED.glob("*.txt"))}
     return kinds | given
