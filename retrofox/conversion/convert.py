@@ -20,7 +20,6 @@ from retrofox.data.sources import Text
 from retrofox.data.windows import require_files
 from retrofox.families import OWN_GATES, check_supported
 from retrofox.fox_spec import FoxSpec
-from retrofox.loading import shards
 from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
@@ -111,7 +110,7 @@ def preview(
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
     if Path(source).is_dir():
-        found = shards.find(Path(source)) if plan.own_gates is not None else checked_shards(Path(source), plan)
+        found = checked_shards(Path(source), plan)
         values |= {"weight_files": len(found.files), "weight_bytes": found.bytes}
     return plan, values
 
@@ -151,7 +150,7 @@ def write(
     if not isinstance(source, PreTrainedModel) and not str(source).endswith(".gguf"):
         place, plan.spec.base_revision = fetch(source, revision)
         plan.config.fox["base_revision"] = plan.spec.base_revision
-        found = shards.find(place) if plan.own_gates is not None else checked_shards(place, plan)
+        found = checked_shards(place, plan)
     with atomic_directory(out) as partial:
         values, start = measured_values(place, plan, texts)
         if isinstance(place, Path) and found is not None and plan.own_gates is not None:

@@ -32,16 +32,17 @@ EXPERTS = re.compile(r"\.(mlp|block_sparse_moe)\.")
 
 
 def checked_shards(directory: Path, plan: Plan) -> Shards:
-    """The weight files of a base, which have the tensors that its config describes; .bin files are not looked into.
+    """The weight files of a base, which have the tensors that its config describes.
 
-    Tensors that the model has no use for are left where they are; a warning names the first.
+    Neither .bin files nor those of a checkpoint with gates of its own are looked into. Tensors that the model has no
+    use for are left where they are; a warning names the first.
 
     Raises:
         FileNotFoundError: there are none, or not all.
         ValueError: a file is damaged, or a tensor is missing, quantised or of another shape.
     """
     found = shards.find(directory)
-    if found.pickled:
+    if found.pickled or plan.own_gates is not None:
         return found
     for name, shape in plan.base_tensors.items():
         entry = found.tensors.get(name)
