@@ -96,11 +96,6 @@ def test_controls_are_the_surgery_modes(pico_fox, pico_tokenizer, measure, docum
     assert [line["key"] for line in measure(fox, controls=False)["lines"]] == ["model"]
 
 
-def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, measure):
-    idle = measure(pico_fox(stirred=False, init="open"))
-    assert all("no clear difference" in sentence for sentence in verdicts(idle))
-
-
 @pytest.mark.parametrize(
     ("change", "interval", "word"),
     [
