@@ -140,12 +140,12 @@ def _run_all(
         console.print(f"\n[{number}/{len(waiting)}] {part.name}: {part.measures}{left}", soft_wrap=True)
         begun = time.perf_counter()
         try:
-            part.run(**part.options, out=kept.place(part), **where)
+            result = part.run(**part.options, out=kept.place(part), **where)
         except ValueError as error:  # what an evaluation says of models or texts it can't measure
             missing[part.name] = first_line(error)
             console.print(f"{part.name} is left out: {missing[part.name]}", soft_wrap=True)
         else:
-            done[part.name] = kept.write(part, time.perf_counter() - begun)
+            done[part.name] = kept.write(part, result, time.perf_counter() - begun)
     return {part.name: done[part.name] for part in parts if part.name in done}
 
 

@@ -47,15 +47,13 @@ class ReportPart:
         name: of its folder and in the report's JSON, such as "needle-easy".
         measures: the amount of texts or tasks, in words.
         run: the evaluation; called with `options`, `out` and where it runs (dtype, device).
-        file: the JSON that the evaluation writes last.
         options: all that decides its result besides the models' and texts' contents.
         tokens: about how many it reads, for the estimate of the time left; 0 = unknown.
     """
 
     name: str
     measures: str
-    run: Callable[..., Any]
-    file: str
+    run: Callable[..., dict[str, Any]]
     options: dict[str, Any]
     tokens: int = 0
 
@@ -99,7 +97,7 @@ def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
         measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
         tokens = count * sum(suite.lengths) * columns
         options |= _models_and_texts(asked)
-        parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, "needle.json", options, tokens)
+        parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, options, tokens)
     return parts
 
 
@@ -107,7 +105,7 @@ def _loss(asked: Asked, suite: Suite) -> ReportPart:
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
     measures = _documents(suite.documents, suite.length)
     tokens = suite.documents * suite.length * (3 + len(asked.against))
-    return ReportPart("loss", measures, evaluate, "eval.json", options | _models_and_texts(asked), tokens)
+    return ReportPart("loss", measures, evaluate, options | _models_and_texts(asked), tokens)
 
 
 def _documents(count: int, length: int) -> str:
@@ -121,7 +119,7 @@ def _panel(asked: Asked, suite: Suite) -> ReportPart | str:
     options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
     options["quick"] = suite.panel_tokens < PANEL_ROW
     measures = f"11 kinds of text, {options['chat']} prompts answered"
-    return ReportPart("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens)
+    return ReportPart("panel", measures, panel, options, 22 * suite.panel_tokens)
 
 
 def _chat(asked: Asked, suite: Suite) -> int:
@@ -137,7 +135,7 @@ def _heads(asked: Asked, suite: Suite) -> ReportPart | str:
     options |= {"max_documents": documents, "text_field": asked.text_field}
     measures = _documents(documents, suite.heads_length) if asked.data else "the gates' parameters"
     tokens = 2 * suite.heads_length * documents if asked.data else 0
-    return ReportPart("heads", measures, inspect, "gates.json", options, tokens)
+    return ReportPart("heads", measures, inspect, options, tokens)
 
 
 def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
@@ -158,7 +156,7 @@ def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
         if tasks:
             options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
             options |= {"length": length, "include_path": asked.include_path, "limit": limit}
-            parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, "eval.json", options)
+            parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, options)
     return parts
 
 
@@ -215,14 +213,15 @@ class Kept:
             return None
         return entry if isinstance(entry, dict) and entry.get("identity") == self.identity(part) else None
 
-    def write(self, part: ReportPart, seconds: float) -> dict[str, Any]:
-        """Keeps what a part wrote, whole or not at all."""
+    def write(self, part: ReportPart, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Keeps a part's result, whole or not at all; returns its entry as `read` will."""
         entry = {
             "identity": self.identity(part),
             "measures": part.measures,
             "seconds": seconds,
             "tokens": part.tokens,
-            "result": json.loads((self.place(part) / part.file).read_text(encoding="utf-8")),
+            "result": result,
         }
-        write_result(self.place(part) / "part.json", (json.dumps(entry, indent=1, allow_nan=False) + "\n").encode())
-        return entry
+        text = json.dumps(entry, indent=1, allow_nan=False) + "\n"
+        write_result(self.place(part) / "part.json", text.encode())
+        return json.loads(text)

@@ -31,9 +31,9 @@ def ran(monkeypatch) -> list[str]:
     names: list[str] = []
     write = Kept.write
 
-    def noted(self, part, seconds):
+    def noted(self, part, *found):
         names.append(part.name)
-        return write(self, part, seconds)
+        return write(self, part, *found)
 
     monkeypatch.setattr(Kept, "write", noted)
     return names
