@@ -24,7 +24,7 @@ from retrofox.config_values import trained_length
 from retrofox.data.sources import listed
 from retrofox.evaluation.compared_models import compare
 from retrofox.evaluation.needle_prompts import MODES, Prompt, make_prompts, read_haystack
-from retrofox.evaluation.needle_report import by_length, grid, print_tables, write_files
+from retrofox.evaluation.needle_report import print_tables, shares, write_files
 from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.counts import require_at_least
@@ -108,8 +108,7 @@ def needle(
         }
         for mode in modes:
             own = [answer for answer in answers if answer["mode"] == mode]
-            found = {"found": grid(own, lengths, places), "by_length": by_length(own, lengths)}
-            result["models"][opened.name]["modes"][mode] = found
+            result["models"][opened.name]["modes"][mode] = shares(own, lengths, places)
         result["answers"] += [{"model": opened.name, **answer} for answer in answers]
         opened = None  # frees the weights before the next model is loaded
     result |= {"seconds": time.time() - started, "files": {}}

@@ -17,27 +17,24 @@ from retrofox.support.plots import COLOURS, LINES, STYLE, save_figure, set_title
 from retrofox.support.report import print_table
 
 
-def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Per length: prompts, share found with its interval, mean log-probability (nats per token).
+def shares(answers: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float]) -> dict[str, Any]:
+    """{"found": depths x lengths shares, "by_length": per length share, interval, mean log-probability in nats}.
 
     Prompts, not tokens, are the sample.
+
+    Args:
+        answers: to a mode's prompts, in the order in which `make_prompts` gives these.
     """
+    found, log_p = (
+        np.reshape([float(answer[name]) for answer in answers], (len(lengths), len(depths), -1))
+        for name in ("found", "log_probability")
+    )
     rows = []
-    for length in lengths:
-        own = [answer for answer in answers if answer["length"] == length]
-        share = float(np.mean([answer["found"] for answer in own]))
-        log_p = float(np.mean([answer["log_probability"] for answer in own]))
-        row = {"length": length, "prompts": len(own), "found": share, "log_probability": log_p}
-        rows.append({**row, "interval": list(wilson_interval(share, len(own)))})
-    return rows
-
-
-def grid(answers: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float]) -> list[list[float]]:
-    """Shares found, depths x lengths."""
-    return [
-        [float(np.mean([a["found"] for a in answers if (a["length"], a["depth"]) == (n, d)])) for n in lengths]
-        for d in depths
-    ]
+    for length, own, own_log_p in zip(lengths, found, log_p, strict=True):
+        share, prompts = float(own.mean()), own.size
+        row = {"length": length, "prompts": prompts, "found": share, "log_probability": float(own_log_p.mean())}
+        rows.append({**row, "interval": list(wilson_interval(share, prompts))})
+    return {"found": found.mean(-1).T.tolist(), "by_length": rows}
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
