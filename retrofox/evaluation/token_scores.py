@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from retrofox import anatomy
-from retrofox.anatomy import read_logits, require_known_tokens, vocabulary_size
+from retrofox.anatomy import LOGIT_BYTES, read_logits, require_known_tokens, vocabulary_size
 from retrofox.config_values import depends_on_length
 from retrofox.support.memory import out_of_memory
 from retrofox.support.report import after_layers
@@ -112,7 +111,7 @@ def _score(
     before = torch.from_numpy(np.concatenate([text.positions for text in texts]) - 1).to(device)
     target = torch.from_numpy(np.concatenate([text.tokens for text in texts])).to(device)
     losses, best = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
-    step = max(1, anatomy.LOGIT_BYTES.get(device.type, anatomy.LOGIT_BYTES["cpu"]) // (4 * vocabulary_size(model)))
+    step = max(1, LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]) // (4 * vocabulary_size(model)))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         logits = logits_at((rows[part], before[part]))
