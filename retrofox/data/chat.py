@@ -96,6 +96,13 @@ class ChatEncoder:
                         f"{about} as they are: it would spell out {message['content']!r:.60}, as Python writes it, in "
                         f"message {number + 1}: make it text, or leave such conversations out"
                     )
+            if message.get("tool_calls"):
+                silent = [*messages[:number], {**message, "tool_calls": None}, *messages[number + 1 :]]
+                if rendered(self.tokenizer, silent, about, prompts=False) == text:
+                    raise ValueError(
+                        f"{name}: the chat template leaves out the tool_calls of message {number + 1}: write them into "
+                        "its content, or leave such conversations out"
+                    )
             if message["role"] != "assistant" or not number:
                 continue
             before = rendered(self.tokenizer, messages[:number], about)

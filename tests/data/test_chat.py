@@ -136,6 +136,16 @@ def test_a_message_that_is_no_text_is_refused_where_the_template_would_spell_it_
     assert learnt(chat_tokenizer(reads), talk) == ["well<|im_end|>"]
 
 
+def test_tool_calls_that_the_template_leaves_out_are_refused(chat_tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "hunt", "arguments": {}}}]}
+    talk: list[dict[str, Any]] = [*said("the fox?"), call]
+    silent = CHATML.replace("m.content }}", "m.content or '' }}")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template leaves out the tool_calls of message 2"):
+        ChatEncoder(chat_tokenizer(silent))(talk, "a.jsonl:1")
+    writes = CHATML.replace("m.content }}", "m.content or (m.tool_calls[0].function.name if m.tool_calls else '') }}")
+    assert learnt(chat_tokenizer(writes), talk) == ["hunt<|im_end|>"]
+
+
 TALKS = [said(f"{n} the fox?", f"{n} forgets " * (n % 5 + 1), "and?", "goes") for n in range(30)]
 
 
