@@ -74,16 +74,9 @@ def doctor() -> None:
 for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
     app.command()(command)
 app.command(name="eval")(measure.evaluate)
-for command in (
-    use.generate,
-    use.chat,
-    measure.needle,
-    measure.inspect,
-    measure.panel,
-    measure.report,
-    use.push,
-    doctor,
-):
+for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.panel, measure.report):
+    app.command()(command)
+for command in (use.push, doctor):
     app.command()(command)
 app.command(name="verify-serving")(use.verify_serving)
 
