@@ -129,24 +129,12 @@ class Projections:
     it is in the cache already.
     """
 
-    def __init__(self, module: Any, hidden_states: torch.Tensor, q: Any, k: Any, v: Any, log_f: torch.Tensor | None):
-        self._module, self._hidden = module, hidden_states
-        self._q, self._k, self._v, self.log_f = q, k, v, log_f
+    def __init__(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor | None):
+        self._module, self.log_f = module, log_f
+        self.q_proj, self.k_proj, self.v_proj = lambda _: q, lambda _: k, lambda _: v
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-    def q_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert hidden_states is self._hidden
-        return self._q
-
-    def k_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert hidden_states is self._hidden
-        return self._k
-
-    def v_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert hidden_states is self._hidden
-        return self._v
 
 
 def entered(module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projections:
@@ -164,7 +152,7 @@ def entered(module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: to
         gates.last_log_f = log_f.detach()
     for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`
         log_f = hook(gates, (hidden_states,), log_f)
-    return Projections(module, hidden_states, q, k, v, log_f if group == 1 else log_f.repeat_interleave(group, -1))
+    return Projections(module, q, k, v, log_f if group == 1 else log_f.repeat_interleave(group, -1))
 
 
 def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any) -> Any:
@@ -188,7 +176,7 @@ def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any)
     q, k, v = (linear(hidden_states).contiguous() for linear in (module.q_proj, module.k_proj, module.v_proj))
     given = (hidden_states, q, k, v, gates.weight, gates.bias, *cos_sin)
     turned = append_step(rooms, length.on_device, *given, bounds=bounds, offset=offset)
-    return Projections(module, hidden_states, turned, k, v, None)
+    return Projections(module, turned, k, v, None)
 
 
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
