@@ -69,26 +69,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """Yields a path to write; afterwards that file stands at `target`, durable, with the permissions of the umask.
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file, durable and with the umask's permissions; one that holds this content already is left alone.
 
     A reader sees the old content or the new, never a part. After an exception the old content stays.
     """
-    with temporary(target.parent, target.name) as partial:
-        yield partial
-        sync(partial)
-        partial.chmod(new_file_mode())
-        os.replace(partial, target)
-    sync(target.parent)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all; one that holds this content already is left alone."""
     if path.is_file() and path.read_bytes() == content:
         return
-    with replacing(path) as partial:
+    with temporary(path.parent, path.name) as partial:
         partial.write_bytes(content)
+        sync(partial)
+        partial.chmod(new_file_mode())
+        os.replace(partial, path)
+    sync(path.parent)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
