@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from retrofox.acceleration.fused_decoder_layer import ALONE, fused_layers
 from retrofox.acceleration.growing_cache import CACHE, GrowingLayer
 from retrofox.acceleration.static_cache import LEAST_CAPACITY, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 _streams: dict[torch.device, Any] = {}
 
 
@@ -163,12 +162,7 @@ class Decoding:
         self.captures = False
         first_line = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         self.how = f"uncaptured steps: {first_line}"
-        _warn(first_line)
-
-
-@functools.cache  # once
-def _warn(why: str) -> None:
-    logger.warning("a decoding step of this model can't be captured and runs uncaptured: %s", why)
+        logger.warning_once("a decoding step of this model can't be captured and runs uncaptured: %s", first_line)
 
 
 @contextlib.contextmanager
