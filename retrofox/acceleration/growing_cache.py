@@ -117,10 +117,7 @@ class GrowingLayer(DynamicLayer):
             with torch.cuda.device_of(log_f):
                 return torch.cat(cumulative(log_f.detach()), 1)[..., None]
         c = summed(log_f.detach())
-        if self._length:
-            high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)
-            c = c + (high + low)
-        return torch.cat(two_floats(c), 1)[..., None]
+        return stored(c + restored(self.sums[:, :, -1:]) if self._length else c)
 
     def _move(self, like: list[torch.Tensor], end: int) -> None:
         """Moves the tensors into buffers for `end` tokens and some more, with the width and dtype of `like`."""
@@ -184,8 +181,7 @@ class GrowingLayer(DynamicLayer):
         old = self._length - new.shape[1]
         if not old:
             return new
-        high, low = self.sums[..., 0].chunk(2, 1)
-        c = (high[..., :old].double() + low[..., :old].double()) / LOG2_E
+        c = restored(self.sums[:, :, :old]) / LOG2_E
         before = torch.diff(c, dim=-1, prepend=torch.zeros_like(c[..., :1])).clamp_max(0.0)
         return torch.cat([before.transpose(1, 2).to(new.dtype), new], dim=1)
 
@@ -216,7 +212,13 @@ def summed(log_f: torch.Tensor) -> torch.Tensor:
     return torch.cumsum(log_f.transpose(1, 2).clamp_min(LOG_F_MIN), -1, dtype=torch.float64) * LOG2_E
 
 
-def two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32, residual of the rounding) of a float64 tensor."""
+def stored(c: torch.Tensor) -> torch.Tensor:
+    """c (B, H, T) float64 as layers keep it, (B, 2 * H, T, 1) float32: rounded, then the residuals."""
     high = c.float()
-    return high, (c - high).float()
+    return torch.cat([high, (c - high).float()], 1)[..., None]
+
+
+def restored(sums: torch.Tensor) -> torch.Tensor:
+    """c (B, H, T) float64 of what a layer keeps."""
+    high, low = sums[..., 0].double().chunk(2, 1)
+    return high + low

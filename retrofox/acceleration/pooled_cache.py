@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from retrofox.acceleration import forgetting_cache
 from retrofox.acceleration.captured_step import Decoding, reads_for
 from retrofox.acceleration.forgetting_cache import MARGIN, ForgettingLayer
-from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, summed, two_floats
+from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, restored, stored, summed
 from retrofox.acceleration.head_groups import at_slots, slots_of
 from retrofox.acceleration.installed_kernels import append, appends
 from retrofox.acceleration.static_cache import DeviceLengths, SharedLength
@@ -136,8 +136,8 @@ class PooledLayer(GrowingLayer):
 
     def _write(self, buffers: Any, _: Any, keys: Tensor, values: Tensor, log_f: Tensor, offset: Any) -> None:
         newest = self._newest()
-        high, low = buffers[2][0, ..., 0].index_select(1, newest).double().chunk(2)
-        sums = torch.cat(two_floats(summed(log_f.reshape(len(newest), 1, -1))[..., 0].T + (high + low)))
+        new = summed(log_f.reshape(len(newest), 1, -1)).transpose(0, 2)
+        sums = stored(new + restored(buffers[2].index_select(2, newest)))
         for buffer, x in zip(buffers, (keys, values, sums), strict=True):
             buffer.index_copy_(2, newest + 1, x.reshape(*buffer.shape[:2], -1, buffer.shape[3]))
 

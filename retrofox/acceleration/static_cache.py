@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, summed, two_floats
+from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, restored, stored, summed
 from retrofox.acceleration.installed_kernels import append, appends
 
 LEAST_CAPACITY = 256
@@ -85,7 +85,7 @@ class FixedLayer(GrowingLayer):
     def __init__(self, source: Any, length: SharedLength, capacity: int, head_dim: int):
         super().__init__()
         self.source, self.length, self.head_dim = source, length, head_dim
-        self.window = getattr(source, "sliding_window", None)
+        self.window, self.position = getattr(source, "sliding_window", None), length.position
         held = self._taken(source)
         self.dtype, self.device, self.is_initialized = held[0].dtype, held[0].device, True
         self._buffers, self._length = held, length.tokens
@@ -99,7 +99,7 @@ class FixedLayer(GrowingLayer):
         batch, heads, tokens, _ = source.keys.shape
         count = source.twin.values.shape[-1] // (heads * self.head_dim)
         carried = source.twin.values[:, 0].view(batch, tokens, count, heads, self.head_dim).permute(0, 3, 1, 2, 4)
-        sums = torch.cat(two_floats(summed(source.twin.keys[:, 0])), 1)[..., None]
+        sums = stored(summed(source.twin.keys[:, 0]))
         return [torch.cat([source.keys, carried.flatten(3).to(source.keys.dtype)], -1), source.values, sums]
 
     def grow(self, capacity: int) -> None:
@@ -141,17 +141,11 @@ class FixedLayer(GrowingLayer):
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, log_f: torch.Tensor) -> None:
         length = self.length.on_device.long()
-        high, low = self._buffers[2].index_select(2, (length - 1).clamp_min(0))[..., 0].chunk(2, 1)
-        before = torch.where(length > 0, high.double() + low.double(), 0.0)
-        c = torch.cat(two_floats(summed(log_f) + before), 1)[..., None]
+        newest = restored(self._buffers[2].index_select(2, (length - 1).clamp_min(0)))
+        c = stored(summed(log_f) + torch.where(length > 0, newest, 0.0))
         at = length + torch.arange(keys.shape[2], device=keys.device)
         for buffer, x in zip(self._buffers, (keys, values, c), strict=True):
             buffer.index_copy_(2, at, x)
-
-    @property
-    def position(self) -> torch.Tensor:
-        """(1, 1) int64: place of the running step's token in its row, padding included."""
-        return self.length.position
 
     def previous(self, count: int, head_dim: int) -> list[torch.Tensor]:
         newest = self._buffers[0].index_select(2, self.length.on_device.long() - 1)[:, :, 0, -count * head_dim :]
@@ -174,8 +168,7 @@ class FixedLayer(GrowingLayer):
         end = tokens - self.length.dropped
         begin = max(0, end - self.window + 1)
         keys, values, sums = (x[:, :, begin:end] for x in self._buffers)
-        high, low = sums[..., 0].double().chunk(2, 1)
-        c = high + low
+        c = restored(sums)
         log_f = torch.diff(c, dim=-1, prepend=c[..., :1]).clamp_max(0.0) / LOG2_E
         count = keys.shape[-1] // self.head_dim - 1
         carried = keys[..., self.head_dim :].unflatten(-1, (count, self.head_dim)).permute(0, 2, 3, 1, 4).flatten(2)
