@@ -39,15 +39,9 @@ class PreparedSource:
     weight: float
     shards: list[Shard]
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all shards."""
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def documents(self) -> int:
-        """Documents of all shards."""
-        return sum(shard.documents for shard in self.shards)
+    def total(self, count: str) -> int:
+        """The sum of one of the shards' counts, such as "tokens"."""
+        return sum(getattr(shard, count) for shard in self.shards)
 
     @property
     def fingerprint(self) -> str:
@@ -68,19 +62,14 @@ class Manifest:
     reused: int = 0
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all sources."""
-        return sum(source.tokens for source in self.sources)
-
-    @property
     def documents(self) -> int:
         """Documents of all sources."""
-        return sum(source.documents for source in self.sources)
+        return sum(source.total("documents") for source in self.sources)
 
     def summary(self) -> dict[str, Any]:
         """Counts for a report, plain values."""
         return {
-            "tokens": self.tokens,
+            "tokens": sum(source.total("tokens") for source in self.sources),
             "documents": self.documents,
             "shards_written": self.made,
             "shards_reused": self.reused,
@@ -88,11 +77,11 @@ class Manifest:
                 {
                     "path": source.path,
                     "weight": source.weight,
-                    "documents": source.documents,
-                    "empty_documents": sum(shard.empty for shard in source.shards),
-                    "tokens": source.tokens,
-                    "special_tokens_spelled_out": sum(shard.literals for shard in source.shards),
-                    "documents_without_words_for_facts": sum(shard.untold for shard in source.shards),
+                    "documents": source.total("documents"),
+                    "empty_documents": source.total("empty"),
+                    "tokens": source.total("tokens"),
+                    "special_tokens_spelled_out": source.total("literals"),
+                    "documents_without_words_for_facts": source.total("untold"),
                 }
                 for source in self.sources
             ],
@@ -158,19 +147,16 @@ def prepare_sources(
     tokenise(todo, tokenizer, folder, progress)
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
-        made = [read_shard(folder, shard.key) for shard in of_source]
-        prepared.append(PreparedSource(source.path, source.weight, made))
-        if not prepared[-1].tokens:
+        made = PreparedSource(source.path, source.weight, [read_shard(folder, shard.key) for shard in of_source])
+        prepared.append(made)
+        if not made.total("tokens"):
             nothing, give = ("no turn of an assistant", "conversations") if reading.chat else ("no text", "texts")
-            empty = sum(shard.empty for shard in made)
-            raise ValueError(f"{source.path}: {nothing} in it (empty documents: {empty}): give {give}")
-        literals = sum(shard.literals for shard in made)
-        if literals and progress:
+            raise ValueError(f"{source.path}: {nothing} in it (empty documents: {made.total('empty')}): give {give}")
+        if progress and (literals := made.total("literals")):
             read = "plain text" if split_special_tokens else "these tokens (split_special_tokens: false)"
             told = f"{source.path}: its texts spell out special tokens {literals:,} times: read as {read}"
             print(told, file=sys.stderr)
-        untold = sum(shard.untold for shard in made)
-        if untold and progress:
+        if progress and (untold := made.total("untold")):
             print(f"{source.path}: documents without words for facts (16, of 4-9 letters): {untold:,}", file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
 
