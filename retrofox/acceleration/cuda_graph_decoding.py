@@ -30,10 +30,7 @@ from retrofox.config_values import depends_on_length, horizon_of, rope_types
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
 MOST_TOKENS = 1 << 24  # of a text: a step has room for all their ids; asking for more is asking for no limit
-KNOWN_INPUTS = {
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
-    "tokenizer",
-}  # fmt: skip
+KNOWN_INPUTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "tokenizer"}
 """Model inputs that a step makes itself; others that aren't None keep transformers' loop."""
 logger = logging.getLogger(__name__)
 
