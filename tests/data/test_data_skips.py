@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofox.data.packed import IGNORE, PackedDataset, collate, skipping
-from tests.data.conftest import expected, make_text, prepared
+from tests.data.conftest import prepared
 
 LENGTH, REACH = 16, 1000
 
@@ -81,19 +81,6 @@ def test_a_window_skips_alike_every_time_and_otherwise_under_another_seed(opened
         assert segments(opened(seed=seed, max_position=REACH)) != first
     differing = {tuple(jumps(positions)) for positions in first}
     assert len(differing) > 10  # each window has skips of its own
-
-
-def test_a_segment_of_one_token_has_nothing_to_skip(tmp_path, tokenizer):
-    (tmp_path / "texts").mkdir()
-    for left in (5, 1):  # tokens behind the last whole window: the two share one
-        texts = (make_text(0, words) for words in range(20, 400))
-        text = next(text for text in texts if len(expected(text, tokenizer)) % LENGTH == left)
-        (tmp_path / "texts" / f"{left}.txt").write_text(text)
-    data = PackedDataset(prepared([tmp_path / "texts"], tokenizer, tmp_path / "out"), LENGTH, max_position=REACH)
-    shared = data[len(data) - 1]
-    assert shared["doc_lengths"].tolist() == [1, 5, LENGTH - 6]
-    assert shared["position_ids"][:2].tolist() == [0, 0]
-    assert shared["position_ids"][6:].tolist() == list(range(LENGTH - 6))  # nor has padding
 
 
 def test_collate_gives_the_documents_boundaries_not_the_skips(opened):
