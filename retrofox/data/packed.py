@@ -44,9 +44,6 @@ class Tokens:
         begins = [shard.bounds(folder)[:-1] + first for shard, first in zip(self.shards, self.firsts, strict=False)]
         self.bounds = np.concatenate([*begins, self.firsts[-1:]])
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
     def slice(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens start .. start + length of the stream, within one shard, and 1 at those to be learnt; None: all."""
         part = int(np.searchsorted(self.firsts, start, side="right")) - 1
@@ -54,11 +51,6 @@ class Tokens:
         here = slice(inside, inside + length)
         tokens = _mapped(self.folder / f"{shard.key}.tokens", shard.dtype)[here]
         return tokens, _mapped(self.folder / f"{shard.key}.learnt", "u1")[here] if shard.chat else None
-
-    def document(self, number: int) -> np.ndarray:
-        """The tokens of a document."""
-        start, stop = self.bounds[number : number + 2].tolist()
-        return self.slice(start, stop - start)[0]
 
 
 def open_tokens(manifest: Manifest) -> list[Tokens]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from retrofox.config import Source
+from retrofox.data.packed import Tokens
 from retrofox.data.shards import Manifest, prepare_sources
 
 PHRASE = "the fox forgets what the gate lets go and the key keeps what it saw a while ago"
@@ -55,6 +57,11 @@ def texts(tmp_path) -> list[Path]:
 def prepared(paths: list[Any], tokenizer, out: Path, **options) -> Manifest:
     """The manifest of those sources."""
     return prepare_sources([Source(path=str(path)) for path in paths], tokenizer, out, progress=False, **options)
+
+
+def held(tokens: Tokens) -> list[list[int]]:
+    """The tokens of each document of a prepared source."""
+    return [tokens.slice(start, stop - start)[0].tolist() for start, stop in pairwise(tokens.bounds.tolist())]
 
 
 def expected(text: str, tokenizer) -> list[int]:

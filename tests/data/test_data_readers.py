@@ -13,7 +13,7 @@ import pytest
 
 from retrofox.data.packed import open_tokens
 from retrofox.data.windows import documents
-from tests.data.conftest import expected, make_text, prepared
+from tests.data.conftest import expected, held, make_text, prepared
 
 
 def zstd(data: bytes) -> bytes:
@@ -45,7 +45,7 @@ def test_every_form_and_compression_gives_the_same_documents(tmp_path, tokenizer
     path.write_bytes(PACKERS[suffix](data))
     (tokens,) = open_tokens(prepared([path], tokenizer, tmp_path / "out"))
     wanted = [expected(row, tokenizer) for row in (ROWS[:1] if form == ".txt" else ROWS) if row]
-    assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
+    assert held(tokens) == wanted
     assert [ids.tolist() for _, ids in documents([path], tokenizer)] == wanted
 
 
@@ -55,8 +55,8 @@ def test_directories_and_globs_take_known_files_in_order(tmp_path, texts, tokeni
     (texts[0].parent / "deep").mkdir()
     (texts[0].parent / "deep" / "z.txt").write_text("a key")
     (tokens,) = open_tokens(prepared([texts[0].parent], tokenizer, tmp_path / "out"))
-    assert len(tokens) == 6
-    assert tokens.document(1).tolist() == expected(texts[1].read_text(), tokenizer)
+    assert len(held(tokens)) == 6
+    assert held(tokens)[1] == expected(texts[1].read_text(), tokenizer)
     manifest = prepared([texts[0].parent / "[0-2].txt"], tokenizer, tmp_path / "out")
     assert (manifest.documents, manifest.made, manifest.reused) == (3, 0, 3)
 
@@ -70,7 +70,7 @@ def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer):
     wanted = [expected(row, tokenizer) for row in rows]
     for path in (f"hf:{tmp_path / 'saved'}", str(tmp_path / "saved"), f"hf:{tmp_path / 'both'}:train"):
         (tokens,) = open_tokens(prepared([path], tokenizer, tmp_path / "out", text_field="body"))
-        assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
+        assert held(tokens) == wanted
     assert prepared([f"hf:{tmp_path / 'both'}:test"], tokenizer, tmp_path / "out", text_field="body").documents == 3
     with pytest.raises(ValueError, match=r"no field 'text'; the record has .*'body'.*: set text_field"):
         prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")

@@ -14,7 +14,7 @@ from retrofox.config import Source
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
-from tests.data.conftest import expected, make_text, prepared
+from tests.data.conftest import expected, held, make_text, prepared
 
 
 class Characters:
@@ -34,18 +34,18 @@ class Characters:
 
 def test_tokenizers_in_python_work_too(tmp_path, texts):
     (tokens,) = open_tokens(prepared([texts[1]], Characters(), tmp_path / "out"))
-    assert tokens.document(0).tolist() == [*map(ord, texts[1].read_text()), 0]
+    assert held(tokens)[0] == [*map(ord, texts[1].read_text()), 0]
 
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_documents_are_the_tokenizers_ids_and_eos_once(tmp_path, texts, bos, make_tokenizer):
     tokenizer = make_tokenizer(bos)
     (tokens,) = open_tokens(prepared([texts[0].parent / "[01].txt"], tokenizer, tmp_path / "out"))
-    long = tokens.document(0).tolist()
+    long = held(tokens)[0]
     assert long == expected(texts[0].read_text(), tokenizer)
     assert len(long) > tokenizer.model_max_length
     assert (long[0] == tokenizer.bos_token_id) is bos
-    assert tokens.document(1).tolist() == expected(texts[1].read_text(), tokenizer)
+    assert held(tokens)[1] == expected(texts[1].read_text(), tokenizer)
 
 
 def test_batches_span_files_and_an_unreadable_one_costs_only_itself(tmp_path, texts, tokenizer):
@@ -65,7 +65,7 @@ def test_vocabularies_beyond_16_bits_take_32(tmp_path, texts, make_tokenizer):
     texts[1].write_text("<extra_65999> the fox")
     (tokens,) = open_tokens(prepared([texts[1]], tokenizer, tmp_path / "out"))
     assert tokens.shards[0].dtype == "<u4"
-    assert tokens.document(0)[0] == len(tokenizer) - 1
+    assert held(tokens)[0][0] == len(tokenizer) - 1
 
 
 def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, tokenizer, make_tokenizer):
@@ -151,7 +151,7 @@ def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer,
     assert not list(out.glob(".*.tmp"))
     assert (manifest.made, manifest.reused) == (4, 1)
     (tokens,) = open_tokens(manifest)
-    assert [tokens.document(n).tolist() for n in range(5)] == [expected(p.read_text(), tokenizer) for p in texts]
+    assert held(tokens) == [expected(p.read_text(), tokenizer) for p in texts]
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, monkeypatch):
@@ -179,7 +179,7 @@ def test_special_tokens_in_a_text_are_read_as_asked_for_and_counted_also_of_reus
     for _ in range(2):
         made = prepare_sources([Source(path=str(file))], tokenizer, tmp_path / "out", split_special_tokens=split)
         assert f"a.txt: its texts spell out special tokens 3 times: read as {read}" in capsys.readouterr().err
-    ids = open_tokens(made)[0].document(0).tolist()
+    ids = held(open_tokens(made)[0])[0]
     assert [token for token in ids if token in (0, 1)] == special
     assert tokenizer.decode(ids) == text + "</s>" * split
 

@@ -6,7 +6,7 @@ import pytest
 
 from retrofox.data.packed import open_tokens
 from retrofox.data.sources import sliced
-from tests.data.conftest import expected, make_text, prepared
+from tests.data.conftest import expected, held, make_text, prepared
 
 datasets = pytest.importorskip("datasets")
 
@@ -42,7 +42,7 @@ def test_a_range_of_rows_is_read_and_no_more(hub, tmp_path, tokenizer):
     manifest = prepared(["hf:org/books:train[10:290]"], tokenizer, tmp_path / "out", text_field="body")
     (tokens,) = open_tokens(manifest)
     wanted = [expected(text, tokenizer) for text in texts[10:290]]
-    assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
+    assert held(tokens) == wanted
     assert (manifest.made, manifest.reused) == (2, 0)
 
 
@@ -52,8 +52,8 @@ def test_shards_are_reused_and_rows_run_over_files_and_to_the_end(hub, tmp_path,
     manifest = prepared(sources, tokenizer, tmp_path / "out", text_field="body")
     assert (manifest.documents, manifest.reused) == (602, 0)
     train, held_out = open_tokens(manifest)
-    assert train.document(599).tolist() == expected(texts[599], tokenizer)
-    assert held_out.document(1).tolist() == expected(texts[601], tokenizer)
+    assert held(train)[599] == expected(texts[599], tokenizer)
+    assert held(held_out)[1] == expected(texts[601], tokenizer)
     again = prepared(sources, tokenizer, tmp_path / "out", text_field="body")
     assert (again.made, again.reused) == (0, manifest.made)
     longer = prepared(["hf:org/books:train[:512]"], tokenizer, tmp_path / "out", text_field="body")

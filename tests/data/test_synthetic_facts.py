@@ -16,6 +16,7 @@ from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
 from retrofox.data.synthetic_facts import ANSWERS, QUESTIONS, STATEMENTS, TELLINGS, VERSION, with_facts
 from retrofox.data.windows import documents
+from tests.data.conftest import held
 
 PHRASE = """grey fox walked over seven frozen rivers towards northern light house while winter winds were calling under
 silent stars beyond distant hills and harbour lamps"""
@@ -70,7 +71,7 @@ def test_a_source_with_facts_gives_other_tokens_and_another_shard(tmp_path: Path
     made = [prepare_sources([source], pico_tokenizer, tmp_path / "cache", progress=False) for source in sources]
     assert len({manifest.sources[0].shards[0].key for manifest in made}) == 4
     for manifest, tokens in zip(made, found, strict=True):
-        assert np.array_equal(open_tokens(manifest)[0].document(0), tokens)
+        assert np.array_equal(held(open_tokens(manifest)[0])[0], tokens)
 
 
 def test_a_question_names_the_key_and_comes_right_before_the_second_telling():
