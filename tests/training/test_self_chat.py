@@ -114,7 +114,7 @@ def test_they_are_made_once_and_are_their_share_of_the_tokens(make_recipe, pico_
     monkeypatch.delattr(self_chat, "open_model")  # what is there is not made again
     assert with_self_chat(recipe, pico_tokenizer, CPU, False) == data
     learnt = prepare_data(data, pico_tokenizer, progress=False).train.sources[-1]
-    assert learnt.documents == 5
+    assert learnt.total("documents") == 5
     small = with_self_chat(with_share(recipe, 0.0005), pico_tokenizer, CPU, False).train[-1].weight
     assert small == pytest.approx(0.0005 / 0.9995 * len(texts))
 
