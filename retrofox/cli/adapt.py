@@ -89,4 +89,5 @@ def merge(
     from retrofox.conversion.merge import merge as run
 
     with Interruptions("nothing was written"):
-        print(json.dumps(run(adapter, out), indent=2))
+        report = run(adapter, out)
+    print(json.dumps(report, indent=2))

@@ -135,7 +135,7 @@ def write(
     progress: bool = False,
     texts: Sequence[Text] = (),
 ) -> dict[str, Any]:
-    """`convert` into the directory `out`, which appears whole or not at all.
+    """`convert` into the directory `out`, which appears whole or not at all; returns the report.
 
     A Hub id is fetched first: config.json, by which it may be refused, then the rest; everything after reads the copy.
 

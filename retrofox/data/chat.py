@@ -90,7 +90,7 @@ class ChatEncoder:
         for number, message in enumerate(messages):
             if not isinstance(message["content"], str):
                 probed = [*messages[:number], {**message, "content": _PROBE}, *messages[number + 1 :]]
-                found = rendered(self.tokenizer, probed, about, prompts=False)
+                found = self._tried(probed)
                 if _PROBE in found and found.replace(_PROBE, str(message["content"])) == text:
                     raise ValueError(
                         f"{about} as they are: it would spell out {message['content']!r:.60}, as Python writes it, in "
@@ -98,7 +98,7 @@ class ChatEncoder:
                     )
             if message.get("tool_calls"):
                 silent = [*messages[:number], {**message, "tool_calls": None}, *messages[number + 1 :]]
-                if rendered(self.tokenizer, silent, about, prompts=False) == text:
+                if self._tried(silent) == text:
                     raise ValueError(
                         f"{name}: the chat template leaves out the tool_calls of message {number + 1}: write them into "
                         "its content, or leave such conversations out"
@@ -116,6 +116,13 @@ class ChatEncoder:
                 )
             turns.append((len(before), stop))
         return text, turns
+
+    def _tried(self, messages: Messages) -> str:
+        """The text of changed messages, empty where the template refuses these."""
+        try:
+            return rendered(self.tokenizer, messages, "", prompts=False)
+        except ValueError:
+            return ""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], about: str, *, prompts: bool = True) -> str:

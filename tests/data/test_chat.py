@@ -145,6 +145,8 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(chat_tokenizer):
         ChatEncoder(chat_tokenizer(silent))(talk, "a.jsonl:1")
     writes = CHATML.replace("m.content }}", "m.content or (m.tool_calls[0].function.name if m.tool_calls else '') }}")
     assert learnt(chat_tokenizer(writes), talk) == ["hunt<|im_end|>"]
+    needs = "{% for m in messages[1:] if not m.tool_calls %}{{ raise_exception('no call') }}{% endfor %}"
+    assert learnt(chat_tokenizer(needs + writes), talk) == ["hunt<|im_end|>"]
 
 
 TALKS = [said(f"{n} the fox?", f"{n} forgets " * (n % 5 + 1), "and?", "goes") for n in range(30)]

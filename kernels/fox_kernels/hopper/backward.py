@@ -184,6 +184,7 @@ def launch_backward(
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, _, sink, _, horizon = options
+    assert sink == 0 or horizon is None, "`choose` keeps sinks beside a horizon from here"
     o, lse2, c_hi, c_lo, residual = saved
     if Hkv < H <= APART * Hkv and B * Hkv * -(-S // CUTS[D].keys) < WALKS * processors(q.device):
         k, v = (x.repeat_interleave(H // Hkv, 2) for x in (k, v))
