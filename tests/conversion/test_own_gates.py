@@ -233,12 +233,15 @@ def test_adapters_and_quantised_models_are_refused_for_fla(pico_fox, run, tmp_pa
     from transformers import BitsAndBytesConfig
 
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    pico_fox(config=wide, rope="drop", sink_tokens=0).save_pretrained(tmp_path / "ours")
+    for name in ("ours", "adapter"):
+        pico_fox(config=wide, rope="drop", sink_tokens=0).save_pretrained(tmp_path / name)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    code, _, error = run("convert", tmp_path / "adapter", tmp_path / "fla", "--to", "fla")
+    assert (code, "holds a LoRA adapter" in error) == (2, True)
+    assert not (tmp_path / "fla").exists()
+    pytest.importorskip("bitsandbytes")
     four_bits = BitsAndBytesConfig(load_in_4bit=True)
     retrofox.load(tmp_path / "ours", quantization_config=four_bits).save_pretrained(tmp_path / "packed")
     code, _, error = run("convert", tmp_path / "packed", tmp_path / "fla", "--to", "fla")
     assert (code, "lacks: quantised weights" in error) == (2, True)
-    (tmp_path / "ours" / "adapter_config.json").write_text("{}")
-    code, _, error = run("convert", tmp_path / "ours", tmp_path / "fla", "--to", "fla")
-    assert (code, "holds a LoRA adapter" in error) == (2, True)
     assert not (tmp_path / "fla").exists()
