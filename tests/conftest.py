@@ -62,7 +62,7 @@ LONGEST = [
     "test_release.py", "serving/test_paged_kernels.py", "serving/test_steps.py", "evaluation/test_evaluate.py",
     "hub/test_hub.py", "training/test_interruptions.py", "training/test_train.py", "training/test_signals.py",
     "training/test_launches.py", "kernels/test_helpers_compile.py", "training/test_lora.py", "kernels/test_hopper.py",
-    "planning/test_plan.py", "reporting/test_page.py", "evaluation/test_needle.py", "conversion/test_artefact.py",
+    "planning/test_plan.py", "reporting/test_page.py", "evaluation/test_needle.py", "conversion/test_convert.py",
     "parallel/test_shared_rows.py",
 ]  # fmt: skip
 """Files that take longest, from 45 s to 20 s: they come first, so that none is left to one process at the end."""
