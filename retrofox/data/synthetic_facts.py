@@ -12,7 +12,7 @@ import random
 import re
 import uuid
 
-VERSION = 33
+VERSION = 3
 """Part of a shard's identity: change it when the facts change."""
 CHARACTERS_PER_FACT = 4000
 CHARACTERS_PER_COPY = 16000
@@ -131,8 +131,6 @@ def _fact(draw: random.Random, words: list[str]) -> tuple[str, str, str]:
 
 
 def _distance(draw: random.Random, length: int) -> int:
-    if draw.random() < 0.5:
-        return round(draw.uniform(8000, max(8000, min(48_000, length))))
     return round(math.exp(draw.uniform(math.log(NEAREST), math.log(max(NEAREST, min(FARTHEST, length))))))
 
 
