@@ -92,8 +92,6 @@ class FoxSpec(FoxFields):
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift". As in
             the authors' code, "official" makes QK-norm's eps 1e-5 and shifts a document's first token towards 0.
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
-        attention_factor: logits are multiplied by its square, as YaRN does by that of 0.1 ln(rope_factor) + 1
-            (arXiv 2309.00071, section 3.4); 1 leaves them.
         horizon: nats, above 0: a key counts for a query only while c_i - c_j > -horizon; beyond, it is masked, in
             training and generation alike. Sink tokens and a query's own key always count. None = none is masked.
         base: model id or path the weights come from (filled in by convert).

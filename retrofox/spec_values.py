@@ -23,7 +23,6 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_half_life": (lambda x: 1 <= x < math.inf, "a number of tokens, 1 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
     "log_n": (lambda x: 2 <= x < math.inf, "a trained length of at least 2 tokens"),
-    "attention_factor": (lambda x: 0 < x <= 10, "a number above 0, at most 10"),
     "horizon": (lambda x: 0 < x <= 1e4, "the nats a key may decay by, above 0 and at most 10,000, say 16"),
 }
 """Field of a FoxSpec -> whether it may have a value, and words for the values that it may have."""

@@ -113,8 +113,6 @@ def described(spec: FoxSpec) -> dict[str, str]:
         rows["RoPE"] += f" (beta_fast {spec.beta_fast:g}, beta_slow {spec.beta_slow:g})"
     elif spec.rope == "partial":
         rows["RoPE"] += f", wavelengths up to {spec.max_wavelength:g} tokens kept"
-    if spec.attention_factor != 1.0:
-        rows["logits"] = f"times {spec.attention_factor:g} squared"
     if spec.horizon is not None:
         rows["horizon"] = f"keys that decayed by {spec.horizon:g} nats are masked"
     return rows

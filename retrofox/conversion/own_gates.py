@@ -249,7 +249,6 @@ def _refuse_for_fla(source: str | Path, model: Any, spec: FoxSpec) -> None:
         f"gate {spec.gate}": spec.gate != "data",
         f"sink_tokens {spec.sink_tokens}": spec.sink_tokens != 0,
         f"log_n {spec.log_n}": spec.log_n is not None,
-        f"attention_factor {spec.attention_factor:g}": spec.attention_factor != 1.0,
         f"horizon {spec.horizon}": spec.horizon is not None,
         f"max_half_life {spec.max_half_life}": spec.max_half_life is not None,
         **{f"pro {part}": True for part in spec.pro if part not in ("qk-norm", "output-gate", OFFICIAL)},

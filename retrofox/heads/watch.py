@@ -84,17 +84,14 @@ def watch(model: PreTrainedModel, token_ids: torch.Tensor, visit: Visit, origina
 
 def _received(module: Any, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> Attention:
     gates, window = options["gates"], options.get("sliding_window")
-    scaling = options.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if module.mode != "original":
-        scaling *= module.config.fox["attention_factor"] ** 2
     if module.log_n is not None and module.mode != "original":
         query = scale_by_position(query, module.log_n, gates.position_ids, key.shape[2])
+    scaling = options.get("scaling")
     return Attention(
         query=query[0].float(),
         key=key[0].float(),
         c=gates.log_f[0].double().cumsum(0).T,
-        scaling=scaling,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=window,
         softcap=options.get("softcap"),
         sink=module.sink_tokens if window is None and module.mode != "original" else 0,

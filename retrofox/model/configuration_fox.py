@@ -49,7 +49,6 @@ class FoxFields:
     sink_tokens: int = 1
     pro: tuple[str, ...] = ()
     log_n: int | None = None
-    attention_factor: float = 1.0
     horizon: float | None = None
     base: str | None = None
     base_revision: str | None = None

@@ -730,7 +730,7 @@ class FoxMixin(nn.Module):
                 position_ids = getattr(gates.layer, "position", None)
             query = scale_by_position(query, self.log_n, position_ids, seen)
         options: dict[str, Any] = {
-            "scale": scaling if self.mode == "original" else scaling * self.config.fox["attention_factor"] ** 2,
+            "scale": scaling,
             "window": sliding_window,
             "sink": self.sink_tokens if sliding_window is None else 0,  # a window hides them from later queries
             "softcap": softcap,
@@ -912,7 +912,8 @@ class FoxModelMixin(FoxPreTrained):
             position_ids: (B, T); where they restart, p[t + 1] <= p[t], a new document starts, unless there is a cache.
                 Positions that skip forward stay in their document. None = counted from each document's start.
             cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included; or as
-                transformers' collators say: `cu_seq_lens_q`, `cu_seq_lens_k` or `seq_idx` (B, T), documents' numbers.
+                transformers' collators tell it, `cu_seq_lens_q`, `cu_seq_lens_k` or `seq_idx` (B, T), which changes
+                where a document starts.
             shards: what this process holds of rows that several processes share, and how attention finds the rest
                 (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
         """

@@ -211,7 +211,6 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         shared = name == "forget_gate" and wanted.heads_per_gate > 1
         repeat = native.num_heads // native.num_kv_heads if shared else 1
         setattr(module, name, None if added is None else Added(added, num_heads, repeat))
-    native.impl.scale *= spec.attention_factor**2
     fox = types.SimpleNamespace(head_dim=native.head_size, log_n=spec.log_n, tables=None)
     if wanted.forget_gate is not None:
         module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), wanted.horizon, reach(wanted))

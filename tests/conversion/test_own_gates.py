@@ -213,7 +213,7 @@ def test_a_retrofitted_model_goes_to_fla_and_back(pico_fox, run, tmp_path):
     ("spec", "said"),
     [
         ({"sink_tokens": 1, "rope": "keep"}, ["rope keep", "sink_tokens 1"]),
-        ({"horizon": 9.0, "attention_factor": 1.2}, ["horizon 9.0", "attention_factor 1.2"]),
+        ({"horizon": 9.0, "log_n": 64}, ["horizon 9.0", "log_n 64"]),
         ({"gate": "bias"}, ["gate bias"]),
         ({"config": {"rope_parameters": YARN}}, ["lacks: an attention scaling of its RoPE"]),
         ({"pro": PRO_PARTS}, ["pro output-norm", "pro k-shift", "pro v-shift", "eps other than 1e-05"]),

@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "no sinks": {"sink_tokens": 0},
     "sinks, rope dropped": {"rope": "drop", "sink_tokens": 4},
     "interpolated, log-n": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 16, "log_n": 6},
-    "gates of biases, sharper": {"gate": "bias", "attention_factor": 1.3},
+    "gates of biases": {"gate": "bias"},
     "a gate for each kv head": {"gate_heads": "kv"},
     "horizon, sinks": {**HORIZON, "sink_tokens": 2},
     "window, horizon": {**WINDOW, **HORIZON},

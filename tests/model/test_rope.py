@@ -161,16 +161,6 @@ def test_a_layer_can_have_its_own_limit():
         close(module(hidden, attention_mask=None, **options)[0], expected, 1e-6)
 
 
-def test_an_attention_factor_multiplies_the_logits_by_its_square(tokens):
-    base: Any = make_base("default")
-    model = convert(base, rope="keep", gate="none", attention_factor=1.2)
-    with attention_mode(model, "original"):
-        close(logits(model, tokens), logits(base, tokens))
-    for layer in base.model.layers:
-        layer.self_attn.scaling *= 1.44
-    close(logits(model, tokens), logits(base, tokens))
-
-
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     base: Any = make_base("default")
     model = convert(base, rope="keep", log_n=8)
