@@ -6,6 +6,7 @@ An arm that is not on file has no row, and a column that no arm of a table has i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from figures import read, table
 from measured_arms import (
@@ -13,32 +14,38 @@ from measured_arms import (
     Arm,
     above_all,
     all_arms,
+    by_seed,
     cache_left,
     decoding_ms,
     found,
+    found_back,
+    instructions_followed,
+    live_shares,
     loss,
     mean_of_tasks,
     on_file,
+    own_answers,
     panel_of,
     panel_rows,
     prompts,
+    ruler_mean,
     seeds_of,
     tokens,
     worst_row,
 )
 
 DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "default", "yarn8-24M", "unbounded-24M")
-STEPPED = ("late-step", "late-256", "step-32", "step-8", "step-8-chat", "step-8-x16", "step-16", "step-16-x16")
+STEPPED = ("late-step", "late-256", "step-32", "step-8", "step-8-chat", "step-8-x16", "step-16", "step-16-again")
+TRIED = ("step-16-x16", "step-16-hot", "step-16-far", "yarn8-far")
 STEPS = (
     *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
-    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED),
+    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED, *TRIED),
     *("mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
     *("skips-64k", "skips-log", "broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M"),
     *("unbounded-again", "unbounded", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = ("base", "stretch", "stretch-codes", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])
-PARTS = ("no-gates-codes", "gates-yarn8", "stretch-codes", "stretch-bound", "stretch-logn")
+RULED = ("base", "stretch", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 PRESSED = ("pressed-start", "pressed-equal", "pressed-hinge", "pressed-cost")
 LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
@@ -101,32 +108,40 @@ README_COLUMNS: dict[str, Callable[[Arm], str]] = {
 }
 
 
-def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table without the columns in which every row has a dash."""
-    if not rows:
-        return table(["arm"], [[NO_ARM]])
-    kept = [n for n in range(len(header)) if any(set(row[n]) - set("-/ ") for row in rows)]
-    return table([header[n] for n in kept], [[row[n] for n in kept] for row in rows])
+def without_dashes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the rows and columns in which there are only dashes."""
+
+    def measured(cells: Sequence[str]) -> bool:
+        return bool(set("".join(cells)) - set("-/, "))
+
+    rows = [row for row in rows if measured(row[1:])]
+    kept = [n for n in range(len(header)) if measured([row[n] for row in rows])]
+    return (
+        table([header[n] for n in kept], [[row[n] for n in kept] for row in rows])
+        if rows
+        else table(["arm"], [[NO_ARM]])
+    )
 
 
 def readme_table() -> str:
-    """The README's arms; where two seeds differ, both. Bold needles: see `above_all`."""
+    """The README's arms; where seeds differ, each. Bold needles: see `above_all`."""
     rows = []
     for label, name in OF_THE_README:
         if seeds := seeds_of(name):
-            cells = [dict.fromkeys(cell for cell in map(of, seeds) if cell != "-") for of in README_COLUMNS.values()]
-            written = [", ".join(cell) or "-" for cell in cells]
+            written = [by_seed(of, seeds) for of in README_COLUMNS.values()]
             for column, length in enumerate((8192, 32768), start=1):
                 if above_all(name, length):
                     written[column] = f"**{written[column]}**"
             rows.append([label, *written])
-    return without_empty_columns(["SmolLM2-135M", *README_COLUMNS], rows)
+    return without_dashes(["SmolLM2-135M", *README_COLUMNS], rows)
 
 
-def arms_table(names: Sequence[str]) -> str:
-    """Needles, losses and what the gates leave, an arm a row."""
-    rows = [[label, *(of(arm) for of in COLUMNS.values())] for label, arm in on_file(names).items()]
-    return without_empty_columns(["arm", *COLUMNS], rows)
+def arms_table(
+    names: Sequence[str], columns: dict[str, Callable[[Arm], str]] = COLUMNS, first: Sequence[Sequence[str]] = ()
+) -> str:
+    """An arm a row, commas between its seeds, below the `first` rows; needles, losses, cache if not said otherwise."""
+    rows = [[label, *(by_seed(of, seeds) for of in columns.values())] for label, seeds in on_file(names).items()]
+    return without_dashes(["arm", *columns], [*first, *rows])
 
 
 ARM_TABLES = {
@@ -135,7 +150,6 @@ ARM_TABLES = {
     "retrofit_controls": CONTROLS,
     "retrofit_gates": GATES,
     "retrofit_pressed": PRESSED,
-    "retrofit_parts": PARTS,
     "retrofit_lora": LORA,
     "retrofit_no_rope": NO_ROPE,
 }
@@ -144,90 +158,78 @@ AGAIN = (
     *("yarn8-12M", "no-gates-12M", "yarn16-12M", "theta5M-12M", "unbounded-again", "default", "no-sink", "broad-12M"),
     *("yarn8-24M", "unbounded-24M", "no-rope-1024"),
 )
-PANEL_TABLES = {"retrofit_panel": (PANELS, "panel"), "retrofit_panel_again": (AGAIN, "panel_again")}
-"""The same, and which of an arm's panels; the second read other documents."""
+PANEL_TABLES = {
+    "retrofit_panel": (PANELS, "panel"),
+    "retrofit_panel_again": (AGAIN, "panel_again"),
+    "retrofit_panel_third": (("step-16", *TRIED[1:]), "panel"),
+}
+"""The same, and which of an arm's panels; each table is of other documents."""
 
 
 def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
-    rows = []
-    for label, arm in on_file([*DEFAULT, *STEPS, *CONTROLS, "no-rope-40M", "yarn8-taught", "drope-taught"]).items():
-        if buckets := arm.get("loss_128k"):
-            by_start = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
-            rows.append([label, *(by_start[start] for start in starts)])
-    return table(["arm", *starts.values()], rows)
+    names = [*DEFAULT, *STEPS, *CONTROLS, "no-rope-40M", "yarn8-taught", "drope-taught"]
+    return arms_table(names, {span: partial(loss, start=start, of="loss_128k") for start, span in starts.items()})
+
+
+def columns_of_arms(title: str, names: Sequence[str], rows_of: Callable[[Arm], dict[str, str]]) -> str:
+    """A table with an arm a column, of those in which `rows_of` finds anything: what a row is called -> the cell."""
+    found = {label: [rows for arm in seeds if (rows := rows_of(arm))] for label, seeds in on_file(names).items()}
+    titles = dict.fromkeys(name for seeds in found.values() for rows in seeds for name in rows)
+    rows = [[name, *(by_seed(lambda of: of.get(name, "-"), seeds) for seeds in found.values())] for name in titles]  # noqa: B023
+    return without_dashes([title, *found], rows)
 
 
 def panel_table(names: Sequence[str], panel: str) -> str:
-    """Loss less the base's on each kind of unlike text, a kind a row, of the arms that the panel has read."""
-    arms = {label: panel_rows(arm.get(panel) or {}) for label, arm in on_file(names).items()}
-    arms = {label: rows for label, rows in arms.items() if len(rows) >= PANEL}
-    kinds = list(dict.fromkeys(kind for rows in arms.values() for kind in rows))
-    rows = [[kind, *(f"{rows[kind]:+.3f}" if kind in rows else "-" for rows in arms.values())] for kind in kinds]
-    return table(["text", *arms], rows) if rows else table(["text"], [[NO_ARM]])
+    """Loss less the base's on each kind of unlike text, of the arms that have read a whole panel."""
+
+    def of(arm: Arm) -> dict[str, str]:
+        rows = panel_rows(arm.get(panel) or {})
+        return {kind: f"{nats:+.3f}" for kind, nats in rows.items()} if len(rows) >= PANEL else {}
+
+    return columns_of_arms("text", names, of)
+
+
+def retrofit_ruler_tasks() -> str:
+    """Each of RULER's tasks at 32k, per cent."""
+
+    def of(arm: Arm) -> dict[str, str]:
+        scores = next((row["tasks"] for row in arm.get("ruler", ()) if row["length"] == RULER[-1]), {})
+        return {task: f"{100 * score:.0f}" for task, score in scores.items()}
+
+    return columns_of_arms("task at 32k", ("yarn8-12M", "no-gates-12M", "ramp", "default"), of)
 
 
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
-    rows = []
-    for label, arm in on_file([*DEFAULT, *STEPS, *LORA, *CONTROLS, *NO_ROPE]).items():
-        if measured := panel_of(arm).get("instructions"):
-            followed = measured["followed"]
-            base = [f"{measured['base']['mean']:.2f}", f"{100 * followed['base']:.0f}"]
-            if not rows:
-                rows.append(["base", *base])
-            rows.append([label, f"{measured['loss']['mean']:.2f}", f"{100 * followed['model']:.0f}"])
-    header = ["arm", "loss on the base's answers", "instructions followed, %"]
-    return table(header, rows or [[NO_ARM, "-", "-"]])
+    names = [*DEFAULT, *STEPS, *LORA, *CONTROLS, *NO_ROPE]
+    measured = next(found for name in names for arm in seeds_of(name) if (found := panel_of(arm).get("instructions")))
+    base = ["base", f"{measured['base']['mean']:.2f}", f"{100 * measured['followed']['base']:.0f}"]
+    columns = {"loss on the base's answers": own_answers, "instructions followed, %": instructions_followed}
+    return arms_table(names, columns, [base])
 
 
 def retrofit_live() -> str:
     """Share of attention operations and of the cache that the gates leave alive, per cent."""
-    rows = []
-    pressed = ("unbounded", "default", "unbounded-share15", "unbounded-24M")
-    for label, arm in on_file([*GATES, "stretch-bound", *pressed, *LORA, *NO_ROPE]).items():
-        lengths = (arm.get("live") or {}).get("lengths", ())
-        if lengths:
-            shares = [" / ".join(f"{100 * row[of]:.0f}" for row in lengths) for of in ("ops", "cache")]
-            rows.append([label, *shares])
-    return table(["arm", "operations at 8k / 32k / 128k, %", "cache, %"], rows or [[NO_ARM, "-", "-"]])
+    names = [*GATES, "unbounded", "default", "unbounded-share15", "unbounded-24M", *LORA, *NO_ROPE]
+    columns = {"operations at 8k / 32k / 128k, %": "ops", "cache, %": "cache"}
+    return arms_table(names, {title: partial(live_shares, of=of) for title, of in columns.items()})
 
 
 def retrofit_distance() -> str:
     """Standard needles found, per cent, by the length of the text and how far back in it the needle stands."""
-    places = [(length, quarters) for length in (8192, 16384, 32768) for quarters in (4, 3, 2, 1)]
-    rows = []
-    for label, arm in on_file(("near-ramp", "yarn-layers-20", *STEPPED)).items():
-        by_length = {row["length"]: row["by_depth"] for row in arm["needles"].get("standard", ())}
-        depths = [by_length[length][4 - quarters] if length in by_length else None for length, quarters in places]
-        if by_length:
-            rows.append([label, *("-" if share is None else f"{100 * share:.0f}" for share in depths)])
-    names = [f"{length // 1024}k, {length * quarters // 4096}k back" for length, quarters in places]
-    return table(["arm", *names], rows)
+    columns = {
+        f"{length // 1024}k, {length * quarters // 4096}k back": partial(found_back, length=length, quarters=quarters)
+        for length in (8192, 16384, 32768)
+        for quarters in (4, 3, 2, 1)
+    }
+    return arms_table(("near-ramp", "yarn-layers-20", *STEPPED, *TRIED), columns)
 
 
 def retrofit_ruler() -> str:
-    """Mean of RULER's tasks at each length and its standard error, per cent, of the arms that were asked."""
-    rows = []
-    for label, arm in on_file(RULED).items():
-        if scores := {row["length"]: row for row in arm.get("ruler", ())}:
-            means = {n: f"{100 * row['mean']:.0f} ± {100 * row['standard_error']:.0f}" for n, row in scores.items()}
-            rows.append([label, *(means.get(length, "-") for length in RULER)])
-    return without_empty_columns(["arm", *(f"{length // 1024}k" for length in RULER)], rows)
-
-
-def retrofit_ruler_tasks() -> str:
-    """Each of RULER's tasks at 32k, per cent, a task a row."""
-    arms = {
-        label: row["tasks"]
-        for label, arm in on_file(("yarn8-12M", "no-gates-12M", "ramp", "default")).items()
-        for row in arm.get("ruler", ())
-        if row["length"] == RULER[-1]
-    }
-    tasks = dict.fromkeys(task for scores in arms.values() for task in scores)
-    rows = [[task, *(f"{100 * scores[task]:.0f}" for scores in arms.values())] for task in tasks]
-    return table(["task at 32k", *arms], rows)
+    """Mean of RULER's tasks at each length, per cent, of the arms that were asked."""
+    return arms_table(RULED, {f"{length // 1024}k": partial(ruler_mean, length=length) for length in RULER})
 
 
 def retrofit_untrained() -> str:

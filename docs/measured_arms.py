@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from figures import read
@@ -12,14 +12,10 @@ LABELS = {
     "base": "base",
     "control": "control",
     "yarn8": "YaRN x 8, 5M at 6e-4",
-    "yarn8-seed1": "YaRN x 8, 5M at 6e-4, seed 1",
     "yarn16": "YaRN x 16, 5M at 6e-4",
-    "yarn16-seed1": "YaRN x 16, 5M at 6e-4, seed 1",
     "theta5M": "theta 5M, 5M at 6e-4",
-    "theta5M-seed1": "theta 5M, 5M at 6e-4, seed 1",
     "no-gates": "stretch without gates, 5M at 6e-4",
     "horizon": "gates",
-    "horizon-seed1": "gates, seed 1",
     "horizon-kv": "a gate for each kv head",
     "horizon-12": "12 heads open, others to 1024 tokens",
     "horizon-random": "10 random heads open",
@@ -28,17 +24,10 @@ LABELS = {
     "pressed-equal": "all heads alike",
     "pressed-hinge": "a hinge",
     "pressed-cost": "by cost",
-    "horizon-3e-4": "gates, 5M at 3e-4",
-    "yarn8-3e-4": "YaRN x 8, 5M at 3e-4",
-    "yarn8-8M": "YaRN x 8, untaught, seven sentences",
-    "yarn8-8M-seed1": "YaRN x 8, untaught, seven sentences, seed 1",
     "stretch": "untaught, seven sentences",
-    "stretch-seed1": "untaught, seven sentences, seed 1",
     "yarn8-facts": "YaRN x 8, untaught",
     "yarn8-12M": "YaRN x 8",
-    "yarn8-12M-seed1": "YaRN x 8, seed 1",
     "yarn8-24M": "YaRN x 8, 24M",
-    "yarn8-24M-seed1": "YaRN x 8, 24M, seed 1",
     "stretch-facts": "untaught",
     "windows-32k": "untaught, windows of 32768",
     "self-chat": "untaught, 10 % own chat",
@@ -46,66 +35,41 @@ LABELS = {
     "half-lives-512": "starts to 512",
     "unbounded-budget": "unbounded, with its budget",
     "unbounded-share15": "unbounded, `share: 0.15`",
-    "unbounded-share15-seed1": "unbounded, `share: 0.15`, seed 1",
     "unbounded-24M": "unbounded, `share: 0.15`, 24M",
-    "unbounded-24M-seed1": "unbounded, `share: 0.15`, 24M, seed 1",
-    "half-lives-512-seed1": "starts to 512, seed 1",
     "default": "**default**",
-    "default-seed1": "**default**, seed 1",
-    "default-seed2": "**default**, seed 2",
     "unbounded": "unbounded",
-    "unbounded-seed1": "unbounded, seed 1",
-    "unbounded-seed2": "unbounded, seed 2",
     "unbounded-again": "unbounded, trained again",
     "no-sink": "no sink",
-    "no-sink-seed1": "no sink, seed 1",
     "rope4": "RoPE x 4",
     "skips-64k": "skips to 64Ki",
     "skips-log": "log-uniform skips",
-    "skips-log-seed1": "log-uniform skips, seed 1",
     "frozen-24M": "`share: 0.15`, 24M, open heads fixed",
     "broad-12M": "a fifth broad text",
-    "broad-12M-seed1": "a fifth broad text, seed 1",
     "unbounded-log8k": "`log_n` 8192",
     "ramp": "YaRN's frequencies",
-    "ramp-seed1": "YaRN's frequencies, seed 1",
     "ramp-log8k": "YaRN's frequencies, `log_n` 8192",
-    "ramp-log8k-seed1": "YaRN's frequencies, `log_n` 8192, seed 1",
     "near-ramp": "YaRN's frequencies where no head is open",
-    "near-ramp-seed1": "YaRN's frequencies where no head is open, seed 1",
     "early-ramp": "YaRN's frequencies in layers 7, 14, 17, 18",
-    "early-ramp-seed1": "YaRN's frequencies in layers 7, 14, 17, 18, seed 1",
     "yarn-layers-20": "YaRN's frequencies in layers 0 to 19",
-    "yarn-layers-20-seed1": "YaRN's frequencies in layers 0 to 19, seed 1",
     "late-step": "likewise, and a step at 32 turns in the others",
     "late-256": "likewise, and wavelengths up to 256 alone in layers 20, 21, 23",
     "step-32": "a step at 32 turns, no own chat",
     "step-8": "a step at 8 turns, no own chat",
     "step-8-chat": "a step at 8 turns",
-    "step-8-chat-seed1": "a step at 8 turns, seed 1",
     "step-8-x16": "a step at 8 turns, factor 16",
-    "step-8-x16-seed1": "a step at 8 turns, factor 16, seed 1",
     "step-16": "a step at 16 turns",
+    "step-16-again": "a step at 16 turns, trained again",
+    "step-16-hot": "a step at 16 turns, YaRN's temperature",
+    "step-16-far": "a step at 16 turns, facts told farther away",
+    "yarn8-far": "YaRN x 8, facts told farther away",
     "step-16-x16": "a step at 16 turns, factor 16",
     "late-ramp": "YaRN's frequencies in layers 20, 21, 23",
-    "late-ramp-seed1": "YaRN's frequencies in layers 20, 21, 23, seed 1",
     "mid4": "between the two",
-    "mid4-seed1": "between the two, seed 1",
     "mid4-teach8k": "between the two, taught in windows of 8192",
     "mid4-log8k": "between the two, `log_n` 8192",
     "no-gates-12M": "stretch without gates",
-    "no-gates-12M-seed1": "stretch without gates, seed 1",
     "theta5M-12M": "theta 5M",
-    "theta5M-12M-seed1": "theta 5M, seed 1",
     "yarn16-12M": "YaRN x 16",
-    "yarn16-12M-seed1": "YaRN x 16, seed 1",
-    "yarn8-codes": "YaRN x 8, untaught, codes",
-    "stretch-codes": "untaught, codes",
-    "stretch-bound": "untaught, codes, `max_half_life` 512",
-    "stretch-2048": "untaught, codes, starts to 2048",
-    "stretch-logn": "untaught, codes, `log_n` 2048",
-    "gates-yarn8": "gates on YaRN x 8, codes",
-    "no-gates-codes": "stretch without gates, codes",
     "retention": "a retention for each key, 8M at 3e-4",
     "horizon-lora": "gates, LoRA, 5M",
     "yarn8-lora": "YaRN x 8, LoRA, 5M",
@@ -113,7 +77,6 @@ LABELS = {
     "lora-12M-yarn8": "YaRN x 8, LoRA",
     "no-rope": "no RoPE, books and code alone",
     "no-rope-40M": "no RoPE",
-    "no-rope-40M-seed1": "no RoPE, seed 1",
     "no-rope-1024": "no RoPE, starts to 1024",
     "no-rope-38M": "no RoPE, 38M",
     "no-rope-mixed": "no RoPE, 30M, less chat",
@@ -129,18 +92,23 @@ def all_arms() -> dict[str, Arm]:
     return read("retrofit/arms.json")["arms"]
 
 
-def on_file(names: Sequence[str]) -> dict[str, Arm]:
-    """Label -> arm of those that are on file, each with its further seeds."""
-    arms = all_arms()
-    return {
-        LABELS[key]: arms[key] for name in names for key in (name, *(f"{name}-seed{n}" for n in (1, 2))) if key in arms
-    }
+def on_file(names: Sequence[str]) -> dict[str, list[Arm]]:
+    """Label -> the seeds of each arm that is on file."""
+    return {LABELS[name]: seeds for name in names if (seeds := seeds_of(name))}
 
 
 def seeds_of(name: str) -> list[Arm]:
-    """An arm and its second seed, where they are on file."""
+    """An arm and its further seeds, where they are on file."""
     arms = all_arms()
-    return [arms[key] for key in (name, f"{name}-seed1") if key in arms]
+    return [arms[key] for key in (name, f"{name}-seed1", f"{name}-seed2") if key in arms]
+
+
+def by_seed(of: Callable[[Arm], str], seeds: Sequence[Arm]) -> str:
+    """A measure of each seed to the last that has one, with commas between; one where all agree."""
+    cells = [of(arm) for arm in seeds]
+    while len(cells) > 1 and cells[-1] == "-":
+        cells.pop()
+    return cells[0] if len(set(cells)) == 1 else ", ".join(cells)
 
 
 def above_all(name: str, length: int) -> bool:
@@ -168,15 +136,21 @@ def found(arm: Arm, length: int, mode: str = "easy") -> str:
     return next((f"{100 * row['found']:.0f}" for row in rows if row["length"] == length), "-")
 
 
+def found_back(arm: Arm, length: int, quarters: int) -> str:
+    """Standard needles found that stand so many quarters of the text back, per cent, or a dash."""
+    rows = arm["needles"].get("standard", ())
+    return next((f"{100 * row['by_depth'][4 - quarters]:.0f}" for row in rows if row["length"] == length), "-")
+
+
 def prompts(arm: Arm) -> str:
-    """Prompts a length up to 32k; two numbers where single lengths have more."""
+    """Prompts a length up to 32k; the fewest and the most where lengths differ."""
     counts = {row["prompts"] for row in arm["needles"].get("easy", ()) if row["length"] <= 32768}
-    return ", ".join(map(str, sorted(counts))) or "-"
+    return " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "-"
 
 
-def loss(arm: Arm, start: int, digits: int = 3) -> str:
-    """Mean loss of the positions from `start` on; beyond 32k of the documents of 131072 tokens."""
-    buckets = arm["loss"] if start < 32768 else arm.get("loss_128k") or ()
+def loss(arm: Arm, start: int, digits: int = 3, of: str = "") -> str:
+    """Mean loss of the positions from `start` on; beyond 32k, or if `of` says so, of the documents of 131072 tokens."""
+    buckets = arm.get(of or ("loss" if start < 32768 else "loss_128k")) or ()
     return next((f"{bucket['mean']:.{digits}f}" for bucket in buckets if bucket["from"] == start), "-")
 
 
@@ -208,6 +182,28 @@ def worst_row(arm: Arm) -> str:
     rows = panel_rows(panel_of(arm))
     worst = max(rows, key=rows.__getitem__, default=None)
     return f"{rows[worst]:+.2f} ({worst})" if worst and len(rows) >= PANEL else "-"
+
+
+def own_answers(arm: Arm) -> str:
+    """Loss on the answers that the base gives itself."""
+    measured = panel_of(arm).get("instructions")
+    return f"{measured['loss']['mean']:.2f}" if measured else "-"
+
+
+def instructions_followed(arm: Arm) -> str:
+    """Instructions followed whose answers a program checks, per cent."""
+    measured = panel_of(arm).get("instructions")
+    return f"{100 * measured['followed']['model']:.0f}" if measured else "-"
+
+
+def ruler_mean(arm: Arm, length: int) -> str:
+    """Mean of RULER's tasks, per cent."""
+    return next((f"{100 * row['mean']:.0f}" for row in arm.get("ruler", ()) if row["length"] == length), "-")
+
+
+def live_shares(arm: Arm, of: str) -> str:
+    """Operations or cache that the gates leave alive at 8k, 32k and 128k, per cent."""
+    return " / ".join(f"{100 * row[of]:.0f}" for row in (arm.get("live") or {}).get("lengths", ())) or "-"
 
 
 def cache_left(arm: Arm, length: int) -> str:
