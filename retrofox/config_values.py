@@ -54,6 +54,9 @@ def trained_length(config: Any) -> int:
     known = (value_of(config, "fox") or {}).get("rope_length")
     if known is not None:
         return int(known)
+    name = "original_max_position_embeddings"
     scaled = [values for values in rope_sets(config) if rope_type(values) not in ("default", "llama3")]
-    originals = [values.get("original_max_position_embeddings") or 0 for values in scaled]
+    originals = [values.get(name) or 0 for values in scaled]
+    if "longrope" in map(rope_type, scaled):  # Phi-3's config.json has it beside the RoPE parameters
+        originals.append(value_of(config, name) or 0)
     return int(max(originals, default=0) or value_of(config, "max_position_embeddings") or 2048)

@@ -161,6 +161,13 @@ def test_a_layer_can_have_its_own_limit():
         close(module(hidden, attention_mask=None, **options)[0], expected, 1e-6)
 
 
+def test_the_trained_length_of_a_published_longrope_is_that_of_its_opened_config():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    values = {"max_position_embeddings": 512, "original_max_position_embeddings": 32, "rope_scaling": scaling}
+    opened = AutoConfig.for_model("phi3", **PICO | values | {"rope_scaling": dict(scaling)})
+    assert trained_length(values) == trained_length(opened) == 32
+
+
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     base: Any = make_base("default")
     model = convert(base, rope="keep", log_n=8)
