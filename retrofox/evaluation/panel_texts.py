@@ -32,14 +32,15 @@ def choose_kinds(data: Sequence[str]) -> dict[str, list[str]]:
     given: dict[str, list[str]] = {}
     for word in data:
         kind, _, path = word.partition("=")
-        if kind and path:
-            given.setdefault(kind, []).append(path)
-        elif Path(word).is_dir():
-            inner = [place for place in sorted(Path(word).iterdir()) if not place.name.startswith((".", "_"))]
+        folder = Path(word).expanduser()
+        if folder.is_dir():  # before KIND=PATH: it may be called lang=de
+            inner = [place for place in sorted(folder.iterdir()) if not place.name.startswith((".", "_"))]
             if not inner:
                 raise ValueError(f"{word} is an empty directory: give one with a file or folder for each kind")
             for place in inner:  # two files may be of one kind: news.de.txt and news.en.txt
                 kinds.setdefault(place.name.split(".")[0], []).append(str(place))
+        elif kind and path:
+            given.setdefault(kind, []).append(path)
         else:
             raise ValueError(
                 "texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for each "

@@ -191,6 +191,15 @@ def test_a_directory_of_kinds_takes_the_place_of_the_shipped_texts(tmp_path):
     assert choose_kinds([str(tmp_path)]) == {"verse": [str(tmp_path / "verse")], "logs": [*map(str, logs)]}
 
 
+def test_a_directory_may_have_an_equals_sign_in_its_name_or_be_named_from_home(tmp_path, monkeypatch):
+    folder = tmp_path / "lang=de"
+    folder.mkdir()
+    (folder / "verse.txt").write_text("O Rose")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kinds = {"verse": [str(folder / "verse.txt")]}
+    assert choose_kinds([str(folder)]) == choose_kinds(["~/lang=de"]) == kinds
+
+
 def test_two_of_three_prompts_can_be_checked(pico_tokenizer):
     prompts = chat_prompts(pico_tokenizer, 207)
     assert sum(prompt.check is None for prompt in prompts[:30]) == 10
