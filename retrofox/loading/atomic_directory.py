@@ -17,6 +17,9 @@ from safetensors import SafetensorError
 
 from retrofox.support.files import FULL, left_behind, new_file_mode
 
+MARKS = {"config.json": b'"model_type"', "adapter_config.json": b'"peft_type"'}
+"""File of a model's or adapter's directory -> a key that it has."""
+
 
 @contextlib.contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
@@ -60,8 +63,11 @@ def refuse_existing(out: Path) -> None:
 
 
 def model_around(folder: Path) -> Path | None:
-    """The nearest directory that holds a model, with weights: this one or one above it; None where there is none."""
-    places = [place for place in (folder.resolve(), *folder.resolve().parents) if (place / "config.json").is_file()]
-    weights = "*.safetensors", "pytorch_model*.bin"
-    held = (place for place in places if any(any(place.glob(name)) for name in weights))
-    return next((place for place in held if b'"model_type"' in (place / "config.json").read_bytes()), None)
+    """The nearest directory that holds a model or adapter, with weights: this one or one above it; None without one."""
+    weights = "*.safetensors", "pytorch_model*.bin", "adapter_model.bin"
+    for place in (folder.resolve(), *folder.resolve().parents):
+        told = [(place / name, mark) for name, mark in MARKS.items() if (place / name).is_file()]
+        held = told and any(any(place.glob(name)) for name in weights)
+        if held and any(mark in file.read_bytes() for file, mark in told):
+            return place
+    return None

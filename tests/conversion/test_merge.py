@@ -51,6 +51,12 @@ def test_weights_keep_the_bases_dtype_and_gates_float32(dtype, limit, adapter, t
     assert (report["dtype"], report["limit"]) == (str(dtype).removeprefix("torch."), limit)
 
 
+def test_a_model_inside_its_adapter_would_be_pushed_with_it_and_is_refused(adapter, tmp_path):
+    place = adapter(torch.float32)
+    with pytest.raises(ValueError, match=r"merged lies inside the model .*adapter: choose"):
+        merge(place, place / "merged")
+
+
 def test_a_quantised_base_is_refused(adapter, tmp_path):
     place, config = adapter(torch.float32), tmp_path / "base" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torchao"}}))
