@@ -3,7 +3,7 @@
     python examples/lora_and_merge.py --model converted --train my-texts/
 
 --model is a directory that `retrofox convert` or examples/convert_live_model.py wrote. The merged result is an ordinary
-converted checkpoint, without peft; `retrofox merge` proves its logits equal in a fresh process.
+converted checkpoint, without peft; `retrofox merge` loads what it wrote and proves its logits equal.
 """
 
 import argparse
