@@ -66,7 +66,7 @@ def new(
     if out.exists():
         raise ValueError(f"{out} exists: remove it or name another file")
     text = new_recipe(model, length, hardware(gpu, memory), gpus, adapters=lora)
-    out.parent.mkdir(exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(out)
 

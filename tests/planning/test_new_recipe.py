@@ -91,9 +91,10 @@ def test_shipped_recipes_of_whole_weights_state_the_memory_planned_today(name):
 
 
 def test_the_command_writes_once(run, tmp_path):
-    given = ["recipes", "new", "--model", "Qwen/Qwen3-8B", "--gpu", "4090", "--out", tmp_path / "my.yaml"]
+    file = tmp_path / "new" / "folder" / "my.yaml"
+    given = ["recipes", "new", "--model", "Qwen/Qwen3-8B", "--gpu", "4090", "--out", file]
     code, shown, _ = run(*given)
-    assert (code, shown.strip()) == (0, str(tmp_path / "my.yaml"))
+    assert (code, shown.strip()) == (0, str(file))
     code, _, said = run(*given)
     assert code == 2
     assert "exists: remove it" in said
