@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from retrofox.reporting.page import render
 from retrofox.reporting.sections import Asked, Kept, ReportPart, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import summarise
-from retrofox.support.files import write_result
+from retrofox.support.files import write_json_result, write_result
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import duration, environment
 
@@ -110,7 +109,7 @@ def report(
         "seconds": time.time() - started,
         "environment": environment(),
     }
-    write_result(folder / "report.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    write_json_result(folder / "report.json", result)
     write_result(folder / "report.html", render(result).encode())
     console.print(f"wrote {folder / 'report.html'} and {folder / 'report.json'}", soft_wrap=True)
     return result

@@ -28,7 +28,7 @@ from retrofox.loading.device import resolve_device
 from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
-from retrofox.support.files import stamps, write_result
+from retrofox.support.files import stamps, write_json_result
 from retrofox.support.plots import tokens_label
 from retrofox.version import __version__
 
@@ -222,6 +222,5 @@ class Kept:
             "tokens": part.tokens,
             "result": result,
         }
-        text = json.dumps(entry, indent=1, allow_nan=False) + "\n"
-        write_result(self.place(part) / "part.json", text.encode())
-        return json.loads(text)
+        file = write_json_result(self.place(part) / "part.json", entry)
+        return json.loads(Path(file).read_text(encoding="utf-8"))

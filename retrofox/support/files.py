@@ -102,6 +102,11 @@ def write_result(path: str | os.PathLike, content: bytes) -> str:
     return str(target)
 
 
+def write_json_result(path: str | os.PathLike, values: dict[str, Any]) -> str:
+    """`write_result` of JSON, which has no NaN or infinity."""
+    return write_result(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
+
+
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the nearest one above it that is there."""
     whole = path.expanduser().absolute()

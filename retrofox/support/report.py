@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from retrofox.support.files import nearest_existing, why_unwritable, write_result
+from retrofox.support.files import nearest_existing, why_unwritable, write_json_result
 from retrofox.version import __version__
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
@@ -78,7 +77,7 @@ def write_results(
     """Writes a result as JSON, then what `draw` draws, then its "files" into the JSON; says which were written."""
     for figures in filter(None, (dict, draw)):  # the numbers first: there may be no room for the figures
         result["files"] = {**figures(), "json": os.fspath(path)}
-        write_result(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+        write_json_result(path, result)
     console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
 
 
