@@ -42,7 +42,7 @@ from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Shards, WholeRows, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
+from retrofox.training.model_tweaks import lower_precision, recompute
 from retrofox.training.objectives import Extend
 
 PICO: dict[str, Any] = {
@@ -293,8 +293,7 @@ def model_of(bench: Bench, case: str, length: int) -> Any:
     if adapted:
         model = with_adapters(model, bench.options.shape).to(bench.device)
     if bench.cuda:
-        lower_precision_stream(model, torch.bfloat16)
-        fuse_norms(model)
+        lower_precision(model, torch.bfloat16)
     recompute(model, "full")
     return model
 

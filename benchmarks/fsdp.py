@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox.config import ExtendStage
 from retrofox.data.packed import IGNORE
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, recompute
+from retrofox.training.model_tweaks import lower_precision, recompute
 from retrofox.training.objectives import Extend
 from retrofox.training.param_groups import parameter_groups, set_trainable
 from retrofox.training.sharding import UNIT, shard, step_locally
@@ -73,8 +73,7 @@ class Cell:
         )
         set_trainable(model, stage)
         if self.cuda:
-            lower_precision_stream(model, torch.bfloat16)
-            fuse_norms(model)
+            lower_precision(model, torch.bfloat16)
         recompute(model, options.recompute)
         objective, sharded = Extend(model, stage, self.device), variant not in ("alone", "ddp")
         own = torch.autocast("cuda", torch.bfloat16) if self.cuda and not sharded else nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from retrofox.support.processes import processes
 from retrofox.training.arguments import arguments
 from retrofox.training.data import collate_with_targets
 from retrofox.training.model import built, lower_frozen, trained_config
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.model_tweaks import lower_precision, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import set_trainable
 from retrofox.training.run_directory import Run
@@ -101,9 +102,7 @@ def measure_steps(
     stages = [stage.model_copy(update={"spike_factor": 0.0})]
     recipe = recipe.model_copy(update={"log": log, "stages": stages})
     causal_lm(model).config.use_cache = False
-    if recipe.precision != "fp32":
-        lower_precision_stream(model, PRECISIONS[recipe.precision])
-        fuse_norms(model)
+    lower_precision(model, PRECISIONS[recipe.precision])
     save_memory(model, stage)
     if teacher is not None:
         teacher = teacher.to(device, PRECISIONS[recipe.precision]).requires_grad_(False).eval()
@@ -119,8 +118,7 @@ def measure_steps(
         trainer = FoxTrainer(model, settings, run, 0, objective, data)
         with repeatable(recipe.deterministic):
             trainer.train()
-    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
-    speed = speeds[len(speeds) // 2]
+    speed = statistics.median_high(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
     found = {
         "tokens_per_second": speed,
         "seconds_per_step": batch_tokens / speed,

@@ -47,6 +47,13 @@ def repeatable(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
+def lower_precision(model: Any, dtype: torch.dtype) -> None:
+    """Runs residual stream and norms in `dtype`; float32 changes nothing."""
+    if dtype != torch.float32:
+        lower_precision_stream(model, dtype)
+        fuse_norms(model)
+
+
 def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:
     """Makes the token embedding return `dtype`, so that residual additions run in it, and adapters take it as it is.
 

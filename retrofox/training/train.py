@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -29,7 +30,7 @@ from retrofox.training.data import StageData
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export
 from retrofox.training.model import build_model, resolve_source
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.model_tweaks import lower_precision, repeatable, save_memory
 from retrofox.training.objectives import stage_objective
 from retrofox.training.param_groups import role_of, set_trainable
 from retrofox.training.run_directory import Run, claim_data, claim_output, output_lock, write_result
@@ -131,9 +132,7 @@ def _model(run: Run, number: int) -> Any:
     vocabulary = causal_lm(model).config.vocab_size
     for manifest in filter(None, (run.tokens.train, run.tokens.eval)):
         refuse_tokens(manifest, run.tokenizer, vocabulary)
-    if recipe.precision != "fp32":
-        lower_precision_stream(model, PRECISIONS[recipe.precision])
-        fuse_norms(model)
+    lower_precision(model, PRECISIONS[recipe.precision])
     return model
 
 
@@ -184,7 +183,7 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
     run.interruptions.stands = f"saved at step {trainer.state.global_step}"
     run.interruptions.leave()
     history = trainer.history
-    speeds = sorted(entry["tokens_per_second"] for entry in history[1:])
+    speeds = [entry["tokens_per_second"] for entry in history[1:]]
     before, after = trainer.eval_before, trainer.held_out_loss()
     if before is not None and after is not None:
         say(state, f"stage {number}: held-out loss {before:.4f} -> {after:.4f}")
@@ -199,5 +198,5 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         "eval_after": after,
         "live_share": {key: value for key, value in history[-1].items() if key.startswith("live_")} or None,
         "seconds": time.perf_counter() - started,
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        "tokens_per_second": statistics.median_high(speeds) if speeds else None,
     }

@@ -14,7 +14,7 @@ from retrofox.planning.memory import memory
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.training.measure import measure_steps
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
+from retrofox.training.model_tweaks import lower_precision, save_memory
 from retrofox.training.objectives import Extend
 from retrofox.training.param_groups import set_trainable
 
@@ -33,8 +33,7 @@ ALL = {"gradient_checkpointing": "full", "tiled_mlp": 1024, "offload_activations
 def model(pico_llama):
     spec = retrofox.FoxSpec(half_life=(16.0, 4096.0), max_wavelength=40.0)
     model = retrofox.convert(pico_llama(**WIDE), fox=spec).to("cuda").train()
-    lower_precision_stream(model, torch.bfloat16)
-    fuse_norms(model)
+    lower_precision(model, torch.bfloat16)
     return model
 
 

@@ -14,7 +14,7 @@ import retrofox
 from retrofox.anatomy import decoder_layers
 from retrofox.config import ExtendStage, LoraConfig
 from retrofox.training.lora import add_adapters
-from retrofox.training.model_tweaks import fuse_norms, lower_precision_stream, save_memory
+from retrofox.training.model_tweaks import fuse_norms, lower_precision, save_memory
 from retrofox.training.objectives import Extend
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens
 from tests import conftest
@@ -102,8 +102,7 @@ def test_adapters_inside_the_mlp_get_their_gradients(pico_fox, dropout):
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_under_autocast_weights_get_float32_gradients(pico_fox, recomputed):
     model = pico_fox()
-    lower_precision_stream(model, torch.bfloat16)
-    fuse_norms(model)
+    lower_precision(model, torch.bfloat16)
     plain = gradients(model, autocast=True, gradient_checkpointing=recomputed)
     tiled = gradients(model, autocast=True, gradient_checkpointing=recomputed, tiled_mlp=16)
     assert_same(plain, tiled, rel=0.05)
