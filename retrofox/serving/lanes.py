@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from retrofox.serving.prefill import KeyValueRows, read_all
+from retrofox.serving.prefill import KeyValueRows, run_prefills
 
 TERMS = {torch.bfloat16: 3, torch.float32: 2}
 """Dtype of a key -> lanes per number. float16 is missing: -c / scale leaves its range of 65504."""
@@ -190,14 +190,14 @@ class LanesImpl:
         if batch is None:
             return output.zero_()
         assert output_scale is not None
-        links, readings, _, _ = batch.fox  # readings of all requests, or none: `StepBuilder.least`
-        before = lanes.state(_values_before(kv_cache, batch, rows=bool(readings)))
+        links, prefills, _, _ = batch.fox  # prefills of all requests, or none: `StepBuilder.least`
+        before = lanes.state(_values_before(kv_cache, batch, rows=bool(prefills)))
         log_f = output_scale.double().view(len(output_scale), -1, lanes.groups)
         c, position = running_sum(log_f, batch.query_start_loc, batch.seq_lens, before, links)
         lanes_of_key = lanes.key(c, position >= self.options["sink"], self.scale, key.dtype)
         wide_key = torch.cat([lanes_of_key, key], -1)
         wide_value = torch.cat([lanes.value(c, value.dtype), value], -1)
-        if not readings:
+        if not prefills:
             wide_query = torch.cat([lanes.query(c, self.scale, query.dtype), query], -1)
             wide = torch.empty_like(wide_query)
             super().do_kv_cache_update(layer, wide_key, wide_value, kv_cache, batch.slot_mapping)  # type: ignore[misc]
@@ -208,8 +208,8 @@ class LanesImpl:
         def past(request: int, first: int, length: int) -> KeyValueRows:
             return gather(lanes, kv_cache, batch.block_table[request], first, length)
 
-        read_all(
-            readings, query, KeyValueRows(key, value, output_scale), past, output, self.options, self.options["window"]
+        run_prefills(
+            prefills, query, KeyValueRows(key, value, output_scale), past, output, self.options, self.options["window"]
         )
         return output
 

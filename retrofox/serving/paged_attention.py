@@ -18,7 +18,7 @@ from fox_kernels.common.groups import Gates
 from fox_kernels.host.launch import cdiv, launch, power_of_2
 
 from retrofox.serving.paged_rows import Paged, c_of, gather, log_f_of, pages_of, requests_of, row_of, write
-from retrofox.serving.prefill import KeyValueRows, read_all
+from retrofox.serving.prefill import KeyValueRows, run_prefills
 
 PROGRAMS = 1056
 """Programs that fill a GPU: keys are split until there are as many, or `MOST_PARTS` parts."""
@@ -240,7 +240,7 @@ class PagedImpl:
         if batch is None:
             return output.zero_()
         assert output_scale is not None
-        links, readings, tokens, owner = batch.fox
+        links, prefills, tokens, owner = batch.fox
         room = self.room
         log_f = output_scale if self.gate is None else log_f_of(output_scale, self.gate)
         write(room, key, value, log_f, kv_cache, batch, links)
@@ -250,5 +250,5 @@ class PagedImpl:
         def past(request: int, first: int, length: int) -> KeyValueRows:
             return gather(room, kv_cache, batch.block_table[request], first, length, self.options["sink"])
 
-        read_all(readings, query, KeyValueRows(key, value, log_f), past, output, self.options, self.reach)
+        run_prefills(prefills, query, KeyValueRows(key, value, log_f), past, output, self.options, self.reach)
         return output

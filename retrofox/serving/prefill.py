@@ -23,7 +23,7 @@ LONG = 32
 
 
 @dataclass(frozen=True)
-class Reading:
+class Prefill:
     """One call of the operator: a request that has a past, or requests that begin, one after the other.
 
     Args:
@@ -31,14 +31,14 @@ class Reading:
         edges: where the new tokens of each begin, and where the last one's end.
         past: tokens of the request in the cache before this step.
         cu_seqlens: (requests + 1,) int32, `edges` from 0 on, on the device; None for one request.
-        ways: by options and number of rows, what such layers share of a step; see `read`.
+        launches: by options and number of rows, the kernel launch that such layers share; see `run_prefill`.
     """
 
     request: int
     edges: tuple[int, ...]
     past: int
     cu_seqlens: torch.Tensor | None = None
-    ways: dict[tuple, Any] = field(default_factory=dict, compare=False)
+    launches: dict[tuple, Any] = field(default_factory=dict, compare=False)
 
     @property
     def new(self) -> slice:
@@ -64,8 +64,8 @@ class Links(NamedTuple):
     request: torch.Tensor
 
 
-def plan(starts: list[int], lengths: list[int], least: int) -> tuple[int, list[Reading]]:
-    """(how many of the first requests the engine keeps, readings of all others).
+def plan(starts: list[int], lengths: list[int], least: int) -> tuple[int, list[Prefill]]:
+    """(how many of the first requests the engine keeps, prefills of all others).
 
     The engine puts requests with few new tokens first; all from the first one with `least` on are read by the operator.
 
@@ -75,17 +75,17 @@ def plan(starts: list[int], lengths: list[int], least: int) -> tuple[int, list[R
     """
     spans = list(pairwise(starts))
     kept = next((number for number, (begin, end) in enumerate(spans) if end - begin >= least), len(spans))
-    readings: list[Reading] = []
+    prefills: list[Prefill] = []
     for number, (begin, end) in enumerate(spans[kept:], kept):
         if begin == end:  # padding
             continue
         past = lengths[number] - (end - begin)
-        last = readings[-1] if readings else None
+        last = prefills[-1] if prefills else None
         if last is not None and last.past == past == 0 and last.request + len(last.edges) - 1 == number:
-            readings[-1] = replace(last, edges=(*last.edges, end))
+            prefills[-1] = replace(last, edges=(*last.edges, end))
         else:
-            readings.append(Reading(number, (begin, end), past))
-    return kept, readings
+            prefills.append(Prefill(number, (begin, end), past))
+    return kept, prefills
 
 
 def owners(starts: list[int]) -> torch.Tensor:
@@ -94,12 +94,12 @@ def owners(starts: list[int]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
 
 
-def placed(reading: Reading, query_start: torch.Tensor) -> Reading:
-    """The reading with `cu_seqlens` taken from the engine's query_start (R + 1,) int32 on the device."""
-    if len(reading.edges) == 2:
-        return reading
-    mine = query_start[reading.request : reading.request + len(reading.edges)]
-    return replace(reading, cu_seqlens=mine - reading.edges[0])
+def placed(prefill: Prefill, query_start: torch.Tensor) -> Prefill:
+    """The prefill with `cu_seqlens` taken from the engine's query_start (R + 1,) int32 on the device."""
+    if len(prefill.edges) == 2:
+        return prefill
+    mine = query_start[prefill.request : prefill.request + len(prefill.edges)]
+    return replace(prefill, cu_seqlens=mine - prefill.edges[0])
 
 
 def find_links(
@@ -119,8 +119,8 @@ def find_links(
     return Links(torch.where(found, token, -1), request.clamp_max(len(past) - 1))
 
 
-def read(
-    reading: Reading, query: torch.Tensor, rows: KeyValueRows, output: torch.Tensor, options: dict[str, Any]
+def run_prefill(
+    prefill: Prefill, query: torch.Tensor, rows: KeyValueRows, output: torch.Tensor, options: dict[str, Any]
 ) -> None:
     """Forgetting Attention of `query` (T, H, D), the last of the rows' tokens or texts from their start, into `output`.
 
@@ -133,19 +133,19 @@ def read(
     """
     tensors = [x[None] for x in (query, *rows)]
     kind = (*options.values(), len(rows.key))
-    if kind not in reading.ways:
-        reading.ways[kind] = _way(reading, tensors, options)
-    attend = reading.ways[kind]
+    if kind not in prefill.launches:
+        prefill.launches[kind] = _kernel_launch(prefill, tensors, options)
+    attend = prefill.launches[kind]
     if attend is None:
-        output.copy_(forgetting_attention(*tensors, cu_seqlens=reading.cu_seqlens, **options)[0])
+        output.copy_(forgetting_attention(*tensors, cu_seqlens=prefill.cu_seqlens, **options)[0])
     else:
         attend(*tensors, out=output[None])
 
 
-def _way(reading: Reading, tensors: list[torch.Tensor], options: dict[str, Any]) -> Callable | None:
+def _kernel_launch(prefill: Prefill, tensors: list[torch.Tensor], options: dict[str, Any]) -> Callable | None:
     """`fox_kernels.forward_backward.attend` for tensors of this kind; None where the kernels don't run."""
     query, key, value, log_f = tensors
-    documents = Documents(reading.cu_seqlens)
+    documents = Documents(prefill.cu_seqlens)
     given = arguments.check(query, key, value, log_f, Options(**options), documents)
     backend, reason = api.choose(query, key, value, **options)
     api.announce(backend, reason)
@@ -162,8 +162,8 @@ def _way(reading: Reading, tensors: list[torch.Tensor], options: dict[str, Any])
     return partial(attend, options=given, documents=documents, way=Backend(backend, False, False))
 
 
-def read_all(
-    readings: list[Reading],
+def run_prefills(
+    prefills: list[Prefill],
     query: torch.Tensor,
     new: KeyValueRows,
     past: Callable[[int, int, int], KeyValueRows],
@@ -171,31 +171,31 @@ def read_all(
     options: dict[str, Any],
     reach: int | None,
 ) -> None:
-    """`read` of every reading into `output`; both it and the query are (T, H, D).
+    """`run_prefill` of each into `output`; both it and the query are (T, H, D).
 
     Args:
         new: the new tokens of the batch.
         past: rows of a request from one of its tokens to another, out of its pages, its sinks before them.
         reach: tokens that a query sees at most; pages before what the first new token sees are another text's by now.
     """
-    for reading in readings:
-        mine, rows = reading.new, KeyValueRows(*(x[reading.new] for x in new))
-        if reading.past:
-            first = 0 if reach is None else max(0, reading.past - reach + 1)
-            rows = past(reading.request, first, reading.past + mine.stop - mine.start)
-        read(reading, query[mine], rows, output[mine], options)
+    for prefill in prefills:
+        mine, rows = prefill.new, KeyValueRows(*(x[prefill.new] for x in new))
+        if prefill.past:
+            first = 0 if reach is None else max(0, prefill.past - reach + 1)
+            rows = past(prefill.request, first, prefill.past + mine.stop - mine.start)
+        run_prefill(prefill, query[mine], rows, output[mine], options)
 
 
 class Step(NamedTuple):
     """The attribute `fox` of a batch's metadata, beside the backend's own.
 
-    links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
-    how many new tokens come before those of the readings; owner: (tokens,) int32 on the device, the request of each,
+    links: None where no request goes on from another's new token; prefills: calls of `forgetting_attention`; tokens:
+    how many new tokens come before those of the prefills; owner: (tokens,) int32 on the device, the request of each,
     None where every request has one.
     """
 
     links: Links | None
-    readings: list[Reading]
+    prefills: list[Prefill]
     tokens: int
     owner: torch.Tensor | None
 
@@ -227,18 +227,18 @@ class StepBuilder:
         """The backend's metadata of the batch, with a `Step`."""
         common, least = common_attn_metadata, self.least
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        readings: list[Reading] = []
+        prefills: list[Prefill] = []
         kept, owner = common.num_reqs, None
         if least is not None and common.max_query_len >= least:
             lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
-            kept, readings = plan(starts, lengths[: common.num_reqs].tolist(), least)
+            kept, prefills = plan(starts, lengths[: common.num_reqs].tolist(), least)
         tokens = starts[kept]
         if self.paged and any(end - begin > 1 for begin, end in pairwise(starts[: kept + 1])):
             owner = owners(starts[: kept + 1]).to(self.device, non_blocking=True)
-        fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
+        fast = fast_build or self.paged or bool(prefills)  # plans for the backend's kernels are not needed then
         made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]
-        readings = [placed(reading, common.query_start_loc) for reading in readings]
-        made.fox = Step(self._links(common), readings, tokens, owner)
+        prefills = [placed(prefill, common.query_start_loc) for prefill in prefills]
+        made.fox = Step(self._links(common), prefills, tokens, owner)
         return made
 
     def _links(self, common: Any) -> Links | None:

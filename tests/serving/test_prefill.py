@@ -7,24 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofox.serving.lanes import gather, plan_lanes, running_sum
-from retrofox.serving.prefill import KeyValueRows, Reading, find_links, placed, plan, read, read_all
+from retrofox.serving.prefill import KeyValueRows, Prefill, find_links, placed, plan, run_prefill, run_prefills
 
 PAGE = 16
 
 
 @pytest.mark.parametrize(
-    ("starts", "lengths", "kept", "readings"),
+    ("starts", "lengths", "kept", "prefills"),
     [
         ([0, 1, 2], [40, 41], 2, []),
         ([0, 1, 301, 701, 1201, 1701], [9, 300, 400, 800, 500], 1, [
-            Reading(1, (1, 301, 701), 0), Reading(3, (701, 1201), 300), Reading(4, (1201, 1701), 0)
+            Prefill(1, (1, 301, 701), 0), Prefill(3, (701, 1201), 300), Prefill(4, (1201, 1701), 0)
         ]),
-        ([0, 300, 310, 310, 310], [300, 10, 0, 0], 0, [Reading(0, (0, 300, 310), 0)]),  # rows of padding
-        ([0, 300, 310], [300, 50], 0, [Reading(0, (0, 300), 0), Reading(1, (300, 310), 40)]),
+        ([0, 300, 310, 310, 310], [300, 10, 0, 0], 0, [Prefill(0, (0, 300, 310), 0)]),  # rows of padding
+        ([0, 300, 310], [300, 50], 0, [Prefill(0, (0, 300), 0), Prefill(1, (300, 310), 40)]),
     ],
 )  # fmt: skip
-def test_what_decodes_stays_with_the_engine_and_texts_that_begin_are_read_together(starts, lengths, kept, readings):
-    assert plan(starts, lengths, 256) == (kept, readings)
+def test_what_decodes_stays_with_the_engine_and_texts_that_begin_are_read_together(starts, lengths, kept, prefills):
+    assert plan(starts, lengths, 256) == (kept, prefills)
 
 
 @given(new=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
@@ -32,17 +32,17 @@ def test_what_decodes_stays_with_the_engine_and_texts_that_begin_are_read_togeth
 def test_every_token_is_attended_to_once(new, data):
     starts = [0, *torch.tensor(new).cumsum(0).tolist()]
     past = [data.draw(st.integers(0, 3)) for _ in new]
-    kept, readings = plan(starts, [a + b for a, b in zip(new, past, strict=True)], 5)
+    kept, prefills = plan(starts, [a + b for a, b in zip(new, past, strict=True)], 5)
     assert all(n < 5 for n in new[:kept])
     tokens = [
         *range(starts[kept]),
-        *(t for reading in readings for t in range(*reading.edges[:: len(reading.edges) - 1])),
+        *(t for prefill in prefills for t in range(*prefill.edges[:: len(prefill.edges) - 1])),
     ]
     assert tokens == list(range(sum(new)))
-    for reading in readings:
-        held = new[reading.request : reading.request + len(reading.edges) - 1]
-        assert [b - a for a, b in zip(reading.edges, reading.edges[1:], strict=False)] == held
-        assert len(held) == 1 or not reading.past
+    for prefill in prefills:
+        held = new[prefill.request : prefill.request + len(prefill.edges) - 1]
+        assert [b - a for a, b in zip(prefill.edges, prefill.edges[1:], strict=False)] == held
+        assert len(held) == 1 or not prefill.past
 
 
 class Paged:
@@ -99,23 +99,23 @@ def test_a_chunk_reads_its_past_out_of_the_pages(groups, options):
         query = text.query[past:length].float()
         new = KeyValueRows(*(torch.full((length - past, 1), torch.nan) for _ in range(3)))
         found = torch.empty_like(query)
-        read_all([Reading(7, (0, length - past), past)], query, new, rows, found, options, window)
+        run_prefills([Prefill(7, (0, length - past), past)], query, new, rows, found, options, window)
         torch.testing.assert_close(found.double(), wanted[past:length], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"sink": 1}, {"sink": 0, "window": 9}, {"sink": 1, "horizon": 3.0}], ids=str)
 def test_texts_that_begin_are_read_in_one_call(options):
     texts = [Paged(length, 3, options["sink"], seed=length) for length in (30, 7, 52)]
-    kept, readings = plan([0, 2, 32, 39, 91], [60, 30, 7, 52], 7)
-    assert (kept, len(readings)) == (1, 1)
-    reading = placed(readings[0], torch.tensor([0, 2, 32, 39, 91], dtype=torch.int32))
-    assert reading.new == slice(2, 91)
-    assert reading.cu_seqlens is not None
-    assert reading.cu_seqlens.tolist() == [0, 30, 37, 89]
+    kept, prefills = plan([0, 2, 32, 39, 91], [60, 30, 7, 52], 7)
+    assert (kept, len(prefills)) == (1, 1)
+    prefill = placed(prefills[0], torch.tensor([0, 2, 32, 39, 91], dtype=torch.int32))
+    assert prefill.new == slice(2, 91)
+    assert prefill.cu_seqlens is not None
+    assert prefill.cu_seqlens.tolist() == [0, 30, 37, 89]
     packed = (torch.cat([getattr(text, name) for text in texts]).float() for name in ("query", "key", "value", "log_f"))
     query, key, value, log_f = packed
     found = torch.empty_like(query)
-    read(reading, query, KeyValueRows(key, value, log_f.flatten(1)), found, {"scale": 0.125, **options})
+    run_prefill(prefill, query, KeyValueRows(key, value, log_f.flatten(1)), found, {"scale": 0.125, **options})
     wanted = torch.cat([text.exact(scale=0.125, **options) for text in texts])
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-5)
 

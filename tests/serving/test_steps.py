@@ -66,7 +66,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
         SimpleNamespace(weight=w.to(device), bias=b.to(device), bounds=bounds)
         for w, b in zip(weights, biases, strict=True)
     ]
-    done, outputs, readings = [0] * len(texts), [[[] for _ in texts] for _ in range(layers)], {}
+    done, outputs, prefills = [0] * len(texts), [[[] for _ in texts] for _ in range(layers)], {}
     for name, new in steps.items():
         order = [text for _, text in sorted((n, text) for text, n in enumerate(new) if n)]
         spans = [range(done[text], done[text] + new[text]) for text in order]
@@ -107,7 +107,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
                     cache[table[text, t // PAGE], :, t % PAGE] = math.nan
         step = batch.fox
         owners = None if step.owner is None else step.owner.tolist()
-        readings[name] = [step.tokens, owners, [[reading.past, len(reading.edges) - 1] for reading in step.readings]]
+        prefills[name] = [step.tokens, owners, [[prefill.past, len(prefill.edges) - 1] for prefill in step.prefills]]
     assert done == texts
     errors = []
     for inputs, weight, bias, layer in zip(drawn, weights, biases, outputs, strict=True):
@@ -117,7 +117,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
             log_f -= 0 if bounds is None else bounds.cpu().double()
             exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1, horizon=horizon)[0]
             errors.append(float((torch.cat(made) - exact).abs().max()))
-    return {"readings": readings, "errors": errors}
+    return {"prefills": prefills, "errors": errors}
 
 
 def in_interpreter() -> dict[str, dict]:
@@ -127,7 +127,7 @@ def in_interpreter() -> dict[str, dict]:
 @pytest.mark.parametrize("horizon", ["None", "3.0"])
 def test_steps_of_all_kinds_give_forgetting_attention(horizon, report):
     found = report[horizon]
-    assert found["readings"] == {
+    assert found["prefills"] == {
         "texts begin, long and short": [3, [0, 0, 0], [[0, 2]]],
         "a chunk, a text that begins, decoding": [2, None, [[20, 1], [0, 1]]],
         "all decode": [4, None, []],
