@@ -18,7 +18,7 @@ from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import holds_converted
 from retrofox.reporting.page import render
-from retrofox.reporting.sections import Asked, Kept, ReportPart, plan_parts
+from retrofox.reporting.sections import PartStore, ReportPart, ReportRequest, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import summarise
 from retrofox.support.files import write_json_result, write_result
@@ -77,22 +77,22 @@ def report(
     folder = Path(model) / "report" if out is None else Path(out)
     compared = compare(model, listed(against), listed(data), folder, dtype=dtype, device=device)
     refuse_without_tasks(chosen.tasks, include_path=include_path, limit=limit)
-    asked = Asked(
+    request = ReportRequest(
         os.fspath(model),
         listed(against),
         listed(data),
         text_field=text_field,
-        min_tokens=_shortest(listed(data), compared.tokenizer, chosen, text_field),
+        min_tokens=_min_tokens(listed(data), compared.tokenizer, chosen, text_field),
         include_path=include_path,
         limit=limit,
     )
-    parts, missing = plan_parts(asked, chosen)
-    kept = Kept(folder, asked, dtype, device)
+    parts, missing = plan_parts(request, chosen)
+    store = PartStore(folder, request, dtype, device)
     # Progress goes to stderr, line by line, where no bar is drawn, too.
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
         where = {"dtype": dtype, "device": device, "progress": progress}
-        done = _run_all(parts, kept, missing, where, console)
+        done = _run_all(parts, store, missing, where, console)
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
     summary = summarise({name: entry["result"] for name, entry in done.items()})
@@ -100,9 +100,9 @@ def report(
         entry["result"].pop("answers", None)  # each single needle's, which its part has
     result: dict[str, Any] = {
         "suite": suite,
-        "model": asked.model,
-        "against": asked.against,
-        "data": asked.data,
+        "model": request.model,
+        "against": request.against,
+        "data": request.data,
         "summary": summary,
         "parts": done,
         "missing": missing,
@@ -115,8 +115,8 @@ def report(
     return result
 
 
-def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) -> int:
-    """The length itself where enough documents have it, so that every position is an average over the same ones."""
+def _min_tokens(data: list[str], tokenizer: Any, suite: Suite, text_field: str) -> int:
+    """The suite's length where enough documents have it: every position is then an average over the same ones."""
     which: dict[str, Any] = {"max_documents": suite.documents, "text_field": text_field}
     try:
         found = choose_windows(data, tokenizer, suite.length, min_tokens=suite.length, **which) if data else []
@@ -127,10 +127,10 @@ def _shortest(data: list[str], tokenizer: Any, suite: Suite, text_field: str) ->
 
 
 def _run_all(
-    parts: Sequence[ReportPart], kept: Kept, missing: dict[str, str], where: dict[str, Any], console: Console
+    parts: Sequence[ReportPart], store: PartStore, missing: dict[str, str], where: dict[str, Any], console: Console
 ) -> dict[str, dict[str, Any]]:
     """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
-    done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
+    done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := store.read(part)) is not None}
     for name, entry in done.items():
         console.print(f"{name}: kept from before ({duration(entry['seconds'])})")
     waiting = [part for part in parts if part.name not in done]
@@ -139,12 +139,12 @@ def _run_all(
         console.print(f"\n[{number}/{len(waiting)}] {part.name}: {part.measures}{left}", soft_wrap=True)
         begun = time.perf_counter()
         try:
-            result = part.run(**part.options, out=kept.place(part), **where)
+            result = part.run(**part.options, out=store.place(part), **where)
         except ValueError as error:  # what an evaluation says of models or texts it can't measure
             missing[part.name] = first_line(error)
             console.print(f"{part.name} is left out: {missing[part.name]}", soft_wrap=True)
         else:
-            done[part.name] = kept.write(part, result, time.perf_counter() - begun)
+            done[part.name] = store.write(part, result, time.perf_counter() - begun)
     return {part.name: done[part.name] for part in parts if part.name in done}
 
 

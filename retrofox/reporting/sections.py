@@ -59,7 +59,7 @@ class ReportPart:
 
 
 @dataclass
-class Asked:
+class ReportRequest:
     """The request of a report: models, texts and further options of the parts."""
 
     model: str
@@ -71,91 +71,91 @@ class Asked:
     limit: int | None = None
 
 
-def plan_parts(asked: Asked, suite: Suite) -> tuple[list[ReportPart], dict[str, str]]:
+def plan_parts(request: ReportRequest, suite: Suite) -> tuple[list[ReportPart], dict[str, str]]:
     """(parts to run in their order, name -> why not of what the suite or the user asks for and can't be measured)."""
-    planned = {**_needles(asked, suite), "loss": _loss(asked, suite)}
-    if not asked.data:
+    planned = {**_needles(request, suite), "loss": _loss(request, suite)}
+    if not request.data:
         planned = dict.fromkeys(planned, "it needs texts: give --data")
-    planned |= {"panel": _panel(asked, suite), "heads": _heads(asked, suite), **_tasks(asked, suite)}
+    planned |= {"panel": _panel(request, suite), "heads": _heads(request, suite), **_tasks(request, suite)}
     parts = [part for part in planned.values() if isinstance(part, ReportPart)]
     missing = {name: why for name, why in planned.items() if isinstance(why, str)}
-    if "panel" not in missing and not _chat(asked, suite):
-        missing["instructions"] = f"{asked.model} has no chat template: it is no instruct model's"
+    if "panel" not in missing and not _chat(request, suite):
+        missing["instructions"] = f"{request.model} has no chat template: it is no instruct model's"
     return parts, missing
 
 
-def _models_and_texts(asked: Asked) -> dict[str, Any]:
+def _models_and_texts(request: ReportRequest) -> dict[str, Any]:
     names = ("model", "against", "data", "text_field")
-    return {name: getattr(asked, name) for name in names}
+    return {name: getattr(request, name) for name in names}
 
 
-def _needles(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
-    columns, parts = 1 + len(asked.against), {}
+def _needles(request: ReportRequest, suite: Suite) -> dict[str, ReportPart | str]:
+    columns, parts = 1 + len(request.against), {}
     for mode, trials in suite.trials.items():
         count = suite.depths * trials
         options = {"lengths": list(suite.lengths), "depths": suite.depths, "mode": [mode], "trials": trials}
         measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
         tokens = count * sum(suite.lengths) * columns
-        options |= _models_and_texts(asked)
+        options |= _models_and_texts(request)
         parts[f"needle-{mode}"] = ReportPart(f"needle-{mode}", measures, needle, options, tokens)
     return parts
 
 
-def _loss(asked: Asked, suite: Suite) -> ReportPart:
-    options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
+def _loss(request: ReportRequest, suite: Suite) -> ReportPart:
+    options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": request.min_tokens}
     measures = _documents(suite.documents, suite.length)
-    tokens = suite.documents * suite.length * (3 + len(asked.against))
-    return ReportPart("loss", measures, evaluate, options | _models_and_texts(asked), tokens)
+    tokens = suite.documents * suite.length * (3 + len(request.against))
+    return ReportPart("loss", measures, evaluate, options | _models_and_texts(request), tokens)
 
 
 def _documents(count: int, length: int) -> str:
     return f"{count} document{'s' * (count > 1)} of up to {tokens_label(length)} tokens"
 
 
-def _panel(asked: Asked, suite: Suite) -> ReportPart | str:
-    if not asked.against:
+def _panel(request: ReportRequest, suite: Suite) -> ReportPart | str:
+    if not request.against:
         return "it compares with a base: give --against"
-    options: dict[str, Any] = {"model": asked.model, "against": asked.against[0], "chat": _chat(asked, suite)}
+    options: dict[str, Any] = {"model": request.model, "against": request.against[0], "chat": _chat(request, suite)}
     options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
     options["quick"] = suite.panel_tokens < PANEL_ROW
     measures = f"11 kinds of text, {options['chat']} prompts answered"
     return ReportPart("panel", measures, panel, options, 22 * suite.panel_tokens)
 
 
-def _chat(asked: Asked, suite: Suite) -> int:
+def _chat(request: ReportRequest, suite: Suite) -> int:
     """Prompts to answer: none without a chat template."""
-    return suite.chat if getattr(open_tokenizer(asked.model), "chat_template", None) else 0
+    return suite.chat if getattr(open_tokenizer(request.model), "chat_template", None) else 0
 
 
-def _heads(asked: Asked, suite: Suite) -> ReportPart | str:
-    if not holds_converted(asked.model):
-        return f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
+def _heads(request: ReportRequest, suite: Suite) -> ReportPart | str:
+    if not holds_converted(request.model):
+        return f"{request.model} has no forget gates: `retrofox inspect` looks at converted models"
     documents = max(1, suite.documents // 4)
-    options: dict[str, Any] = {"model": asked.model, "data": asked.data, "length": suite.heads_length}
-    options |= {"max_documents": documents, "text_field": asked.text_field}
-    measures = _documents(documents, suite.heads_length) if asked.data else "the gates' parameters"
-    tokens = 2 * suite.heads_length * documents if asked.data else 0
+    options: dict[str, Any] = {"model": request.model, "data": request.data, "length": suite.heads_length}
+    options |= {"max_documents": documents, "text_field": request.text_field}
+    measures = _documents(documents, suite.heads_length) if request.data else "the gates' parameters"
+    tokens = 2 * suite.heads_length * documents if request.data else 0
     return ReportPart("heads", measures, inspect, options, tokens)
 
 
-def _tasks(asked: Asked, suite: Suite) -> dict[str, ReportPart | str]:
+def _tasks(request: ReportRequest, suite: Suite) -> dict[str, ReportPart | str]:
     """Short tasks at TASK_LENGTH, long ones at the suite's length; an unknown one is an error before anything runs."""
     if not suite.tasks:
         return {"tasks": "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"}
     if find_spec("lm_eval") is None:
         names = ", ".join(suite.tasks)
         return {"tasks": f"{names} need lm-eval, which is not installed: pip install '.[eval]' in a clone"}
-    match_tasks(suite.tasks, asked.include_path)
+    match_tasks(suite.tasks, request.include_path)
     long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
     short = [name for name in suite.tasks if name not in long]
     parts: dict[str, ReportPart | str] = {}
     for name, tasks, length, limit in (
-        ("tasks", short, TASK_LENGTH, asked.limit),
-        ("tasks-long", long, suite.length, asked.limit or RULER_EXAMPLES),
+        ("tasks", short, TASK_LENGTH, request.limit),
+        ("tasks-long", long, suite.length, request.limit or RULER_EXAMPLES),
     ):
         if tasks:
-            options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
-            options |= {"length": length, "include_path": asked.include_path, "limit": limit}
+            options: dict[str, Any] = {"model": request.model, "against": request.against, "tasks": tasks}
+            options |= {"length": length, "include_path": request.include_path, "limit": limit}
             parts[name] = ReportPart(name, f"{len(expand(tasks))} tasks or groups", evaluate, options)
     return parts
 
@@ -170,20 +170,20 @@ def files_of(model: str) -> list[Any]:
 
 
 @dataclass
-class Kept:
+class PartStore:
     """Finished parts in OUT/parts, one folder each, whose part.json names the model, data and options behind it."""
 
     folder: Path
-    asked: Asked
+    request: ReportRequest
     dtype: str | None
     given_device: str | None
 
     def __post_init__(self) -> None:
         digests = Digests()
-        self.models = [files_of(source) for source in (self.asked.model, *self.asked.against)]
-        units = [unit for path in self.asked.data for unit in resolve(Source(path=path))]
+        self.models = [files_of(source) for source in (self.request.model, *self.request.against)]
+        units = [unit for path in self.request.data for unit in resolve(Source(path=path))]
         self.texts = [unit.identity(digests) for unit in units]
-        place = self.asked.include_path
+        place = self.request.include_path
         files = sorted(file for file in Path(place).rglob("*") if file.is_file()) if place else []
         self.task_files = [[str(file.relative_to(str(place))), digests.of(file)] for file in files]
 

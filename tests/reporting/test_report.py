@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retrofox.reporting.report import report
-from retrofox.reporting.sections import Asked, Kept, plan_parts
+from retrofox.reporting.sections import PartStore, ReportRequest, plan_parts
 from retrofox.reporting.suites import choose_suite
 
 
@@ -29,13 +29,13 @@ def copy(made, tmp_path) -> dict[str, Any]:
 def ran(monkeypatch) -> list[str]:
     """Names of the parts that run from now on."""
     names: list[str] = []
-    write = Kept.write
+    write = PartStore.write
 
     def noted(self, part, *found):
         names.append(part.name)
         return write(self, part, *found)
 
-    monkeypatch.setattr(Kept, "write", noted)
+    monkeypatch.setattr(PartStore, "write", noted)
     return names
 
 
@@ -77,11 +77,11 @@ def test_what_has_changed_runs_again(copy, ran, tmp_path):
     save_file(weights, tmp_path / "fox" / "model.safetensors", {"format": "pt"})
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "0.txt").write_text((Path(copy["data"][0]) / "0.txt").read_text() + "More.")
-    parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
+    parts, _ = plan_parts(ReportRequest(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
 
     def identities(model=copy["model"], data=copy["data"], dtype=None, further=()) -> dict[str, Any]:
-        kept = Kept(tmp_path / "out", Asked(model, [*copy["against"], *further], data), dtype, None)
-        return {part.name: kept.identity(part) for part in parts}
+        store = PartStore(tmp_path / "out", ReportRequest(model, [*copy["against"], *further], data), dtype, None)
+        return {part.name: store.identity(part) for part in parts}
 
     before, reads = identities(), {part.name for part in parts if "data" in part.options}
     for changed, names in (
