@@ -1,4 +1,4 @@
-"""Operations and hours of a stage, from the shares of a GPU's peak that runs have reached."""
+"""Operations and hours of a stage, from the MFU of measured runs: the share of a GPU's peak that they reached."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from retrofox.planning.memory import adapter_parameters
 from retrofox.planning.shape import Shape
 
 
-class Reached(NamedTuple):
-    """Shares of an H100's or H200's peak that training reached, lowest and highest of the runs in a file."""
+class MeasuredMfu(NamedTuple):
+    """MFU of training on an H100 or H200, lowest and highest of the runs in a file of benchmarks/."""
 
     objective: str
     adapts: bool
@@ -22,16 +22,16 @@ class Reached(NamedTuple):
     file: str
 
 
-REACHED = (
-    Reached("extend", False, 135e6, 0.287, 0.379, "train_memory.json"),
-    Reached("extend", True, 135e6, 0.242, 0.242, "train_memory.json"),
-    Reached("distill", False, 135e6, 0.173, 0.173, "train_memory.json"),
-    Reached("align", False, 135e6, 0.102, 0.102, "train_memory.json"),
-    Reached("extend", False, 1.2e9, 0.273, 0.427, "shapes.json, long-training.json"),
-    Reached("extend", True, 8.2e9, 0.256, 0.340, "shapes.json, long-training.json"),
+MEASURED_MFU = (
+    MeasuredMfu("extend", False, 135e6, 0.287, 0.379, "train_memory.json"),
+    MeasuredMfu("extend", True, 135e6, 0.242, 0.242, "train_memory.json"),
+    MeasuredMfu("distill", False, 135e6, 0.173, 0.173, "train_memory.json"),
+    MeasuredMfu("align", False, 135e6, 0.102, 0.102, "train_memory.json"),
+    MeasuredMfu("extend", False, 1.2e9, 0.273, 0.427, "shapes.json, long-training.json"),
+    MeasuredMfu("extend", True, 8.2e9, 0.256, 0.340, "shapes.json, long-training.json"),
 )
-SHARED = {"ddp": 0.94, "fsdp2": 0.87, "zero3": 0.87}
-"""Lowest share of one GPU's speed that each of several reached (two H200s, benchmarks/fsdp.json; zero3: as fsdp2)."""
+SCALING = {"ddp": 0.94, "fsdp2": 0.87, "zero3": 0.87}
+"""Lowest speed of one of several GPUs, in parts of a lone one's (two H200s, benchmarks/fsdp.json; zero3: as fsdp2)."""
 
 
 class Hours(NamedTuple):
@@ -66,11 +66,11 @@ def flops_per_token(shape: Shape, lora: LoraConfig | None, stage: Stage) -> floa
 
 
 def hours_of(shape: Shape, lora: LoraConfig | None, stage: Stage, tokens: int, on: Hardware) -> Hours | None:
-    """Hours of `tokens` training tokens at the shares of the peak that the nearest run reached; None without a peak."""
+    """Hours of `tokens` training tokens at the MFU of the runs most like this one; None where the peak is unknown."""
     if on.flops is None:
         return None
-    rows = [row for row in REACHED if row.objective == stage.objective]
+    rows = [row for row in MEASURED_MFU if row.objective == stage.objective]
     rows = [row for row in rows if row.adapts == (lora is not None)] or rows
     found = min(rows, key=lambda row: abs(math.log(row.parameters / shape.parameters)))
     ideal = tokens * flops_per_token(shape, lora, stage) / (on.flops * on.gpus) / 3600
-    return Hours(ideal / found.high, ideal / found.low / (SHARED[on.sharding] if on.gpus > 1 else 1.0), found.file)
+    return Hours(ideal / found.high, ideal / found.low / (SCALING[on.sharding] if on.gpus > 1 else 1.0), found.file)
