@@ -1,4 +1,4 @@
-"""One shard on disk; files that are there whole or not at all: written under a temporary name, flushed, renamed."""
+"""One token shard on disk, and checksums of files, remembered."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from retrofox.data.encode import Reading
 from retrofox.data.files import DIGESTS, FORMAT, Digests, Shard, is_complete, read_shard
 from retrofox.data.source_units import Unit
 from retrofox.data.sources import resolve
-from retrofox.data.tokenise import Todo, tokenise
+from retrofox.data.tokenise import PendingShard, tokenise
 from retrofox.support.files import left_behind, why_unwritable, write_whole
 from retrofox.support.report import check_folder
 
@@ -135,7 +135,7 @@ def prepare_sources(
     template = getattr(tokenizer, "chat_template", None)
     key = partial(_key, tokenizer=made_from, template=template, digests=digests)
     wanted = [
-        [Todo(unit, reading, key(unit, reading), partial(key, unit, reading)) for unit in of_source]
+        [PendingShard(unit, reading, key(unit, reading), partial(key, unit, reading)) for unit in of_source]
         for of_source, reading in zip(units, readings, strict=True)
     ]
     shards = [shard for of_source in wanted for shard in of_source]

@@ -55,7 +55,7 @@ JOINTS = (" ", "\n")
 """Between a question and the fact that answers it."""
 FEWEST_WORDS = 16
 """Different words of 4 to 9 letters that a document must have: facts are made of them."""
-_WORD = re.compile(r"\b[^\W\d_]{4,9}\b")
+WORD = re.compile(r"\b[^\W\d_]{4,9}\b")
 
 
 def with_facts(text: str, share: float = 1.0, questions: float = 0.0) -> str:
@@ -95,7 +95,7 @@ def lacks_words(text: str) -> bool:
 
 
 def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text[:200_000]))
+    return set(WORD.findall(text[:200_000]))
 
 
 def code(draw: random.Random) -> str:

@@ -24,8 +24,8 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable by which tokenizers use all cores, or one."""
 
 
-class Todo(NamedTuple):
-    """A shard to write: the unit it is read from, how, the shard's file stem, and what that would be now."""
+class PendingShard(NamedTuple):
+    """A shard to write: the unit it is read from, how, the shard's file stem, and the stem that the unit has by now."""
 
     unit: Unit
     reading: Reading
@@ -33,7 +33,7 @@ class Todo(NamedTuple):
     key_now: Callable[[], str]
 
 
-def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> None:
+def tokenise(todo: list[PendingShard], tokenizer: Any, folder: Path, progress: bool) -> None:
     """Writes shards. Those with the same `Reading` share one stream of documents, so no core waits between units.
 
     Raises:
@@ -51,7 +51,7 @@ def tokenise(todo: list[Todo], tokenizer: Any, folder: Path, progress: bool) -> 
         os.environ[PARALLELISM] = "false"  # else each process that is forked later prints a warning
 
 
-def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:
+def _write_all(todo: list[PendingShard], encoder: Encoder, folder: Path, advance: Callable[[int], None]) -> None:
     waiting = iter(todo)
     writer: _ShardWriter | None = None
     try:
@@ -69,7 +69,7 @@ def _write_all(todo: list[Todo], encoder: Encoder, folder: Path, advance: Callab
             writer.files.close()
 
 
-def _documents(todo: list[Todo], reading: Reading) -> Iterator[Record]:
+def _documents(todo: list[PendingShard], reading: Reading) -> Iterator[Record]:
     """The documents of all units in order, with END after each unit."""
     for shard in todo:
         yield from shard.unit.records(reading.field, reading.chat)
@@ -79,7 +79,7 @@ def _documents(todo: list[Todo], reading: Reading) -> Iterator[Record]:
 class _ShardWriter:
     """Writes one shard, under temporary names until it is complete; closing `files` removes an incomplete one."""
 
-    def __init__(self, folder: Path, shard: Todo, dtype: np.dtype):
+    def __init__(self, folder: Path, shard: PendingShard, dtype: np.dtype):
         self.folder, self.shard, self.key, self.dtype = folder, shard, shard.key, dtype
         self.digest = hashlib.sha256()
         self.lengths: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.data.synthetic_facts import TELLINGS
+from retrofox.data.synthetic_facts import TELLINGS, WORD
 
 PROMPTS = 16
 LONGEST = 2048
@@ -56,7 +55,7 @@ def plant(documents: Sequence[np.ndarray], tokenizer: Any, length: int, prompts:
     special = np.array(sorted({*tokenizer.all_special_ids}))
     hay = np.concatenate(documents)
     hay = hay[~np.isin(hay, special)]
-    words = sorted({*re.findall(r"\b[^\W\d_]{4,9}\b", tokenizer.decode(hay[:20_000]))}) or ["entry"]
+    words = sorted({*WORD.findall(tokenizer.decode(hay[:20_000]))}) or ["entry"]
     start = list(tokenizer("").input_ids)
     draw = random.Random(0)
     found = []
