@@ -98,7 +98,7 @@ def measure_live_share(
     tokens = sum(len(window.token_ids) for window in windows)
     decay: dict[int, torch.Tensor] = {}
     found: dict[int, list[list[LiveShare]]] = {length: [] for length in sorted({*lengths})}
-    for log_f in hear_gates(opened, windows, progress):
+    for log_f in gates_of_texts(opened, windows, progress):
         sums = {layer: own.double().cumsum(0).T for layer, own in log_f.items()}
         for layer, c in sums.items():
             decay[layer] = decay.get(layer, torch.zeros(())) - c[:, -1] / tokens
@@ -125,24 +125,24 @@ def _by_layer(model: Any, sums: dict[int, torch.Tensor], length: int, horizon: f
 
 
 @torch.no_grad()
-def hear_gates(
+def gates_of_texts(
     opened: LoadedModel, windows: Sequence[Window], progress: bool = True
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Runs each text through a converted model; gives (T, H) log f of its layers with gates, by layer."""
-    heard: dict[int, torch.Tensor] = {}
+    recorded: dict[int, torch.Tensor] = {}
 
-    def listen(layer: int) -> Any:
-        return lambda _, __, log_f: heard.update({layer: log_f[0].cpu()})
+    def record(layer: int) -> Any:
+        return lambda _, __, log_f: recorded.update({layer: log_f[0].cpu()})
 
     with ExitStack() as hooks:
         for layer, (_, attention) in enumerate(attentions(opened.model)):
             if attention.forget_gate is not None:
-                hooks.enter_context(attention.forget_gate.register_forward_hook(listen(layer)))
+                hooks.enter_context(attention.forget_gate.register_forward_hook(record(layer)))
         hooks.enter_context(reading_bar(opened.model, opened.name, sum(len(w.token_ids) for w in windows), progress))
         for window in windows:
             ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
             inner_model(opened.model)(input_ids=ids, use_cache=False)
-            yield dict(heard)
+            yield dict(recorded)
 
 
 def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:

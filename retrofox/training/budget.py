@@ -37,18 +37,18 @@ class Pressure(torch.autograd.Function):
     """The identity on log_f (B, T, H), whose backward adds the budget's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, log_f: torch.Tensor, press: Press) -> torch.Tensor:  # type: ignore[override]
-        ctx.press = press
+    def forward(ctx: Any, log_f: torch.Tensor, hook: PressureHook) -> torch.Tensor:  # type: ignore[override]
+        ctx.hook = hook
         ctx.save_for_backward(log_f)
         return log_f.view_as(log_f)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (log_f,) = ctx.saved_tensors
-        return grad + ctx.press.gradient(log_f), None
+        return grad + ctx.hook.gradient(log_f), None
 
 
-class Press:
+class PressureHook:
     """The forward hook of one gate. Fused projections, which don't call the gate, call its hooks (`output_hook`)."""
 
     output_hook = True
@@ -57,7 +57,7 @@ class Press:
         self.pressure, self.place = pressure, place
 
     def __call__(self, module: Any, arguments: Any, log_f: torch.Tensor) -> torch.Tensor:
-        self.pressure.hear(self.place, log_f.detach())
+        self.pressure.record(self.place, log_f.detach())
         return Pressure.apply(log_f, self) if log_f.requires_grad else log_f  # type: ignore[no-any-return]
 
     def gradient(self, log_f: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class GatePressure(TrainerCallback):
     def attach(self) -> None:
         """From here on the gates' outputs are pressed."""
         self.detach()
-        self.hooks = [gate.register_forward_hook(Press(self, place)) for place, gate in enumerate(self.gates)]
+        self.hooks = [gate.register_forward_hook(PressureHook(self, place)) for place, gate in enumerate(self.gates)]
 
     def detach(self) -> None:
         """Takes every hook off."""
@@ -121,7 +121,7 @@ class GatePressure(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()
 
-    def hear(self, place: int, log_f: torch.Tensor) -> None:
+    def record(self, place: int, log_f: torch.Tensor) -> None:
         """Notes a gate's log_f (B, T, H); after the last gate's, sets `factors` for this micro-batch."""
         self.means[place] = log_f.mean((0, 1))
         if place == len(self.gates) - 1:

@@ -50,10 +50,10 @@ class Offload:
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), recomputed in the backward from its inputs, which wait in CPU memory until then."""
-        with torch.autograd.graph.saved_tensors_hooks(self._leave, self._return):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(function, *inputs, use_reentrant=False)
 
-    def _leave(self, x: torch.Tensor) -> Checkpoint | torch.Tensor:
+    def _pack(self, x: torch.Tensor) -> Checkpoint | torch.Tensor:
         """Keeps a layer's checkpoint, and starts to copy that of the layer before, which has run by now, to the CPU."""
         if not x.numel():  # torch's own anchor
             return x
@@ -65,7 +65,7 @@ class Offload:
         self.newest = weakref.ref(kept)
         return kept
 
-    def _return(self, kept: Checkpoint | torch.Tensor) -> torch.Tensor:
+    def _unpack(self, kept: Checkpoint | torch.Tensor) -> torch.Tensor:
         """Returns a checkpoint on the GPU, and starts to fetch the one that the backward needs next."""
         if isinstance(kept, torch.Tensor):
             return kept

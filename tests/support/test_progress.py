@@ -11,7 +11,7 @@ import pytest
 
 from retrofox.conversion.directory import copy_shards
 from retrofox.data.windows import Window
-from retrofox.evaluation.live_share import hear_gates
+from retrofox.evaluation.live_share import gates_of_texts
 from retrofox.evaluation.model_difference import token_differences
 from retrofox.evaluation.token_scores import BATCH_TOKENS, Scored, score_tokens
 from retrofox.generation import generate as generation
@@ -77,7 +77,7 @@ def test_answers_of_lm_evals_tasks_are_counted(slow, pico_fox, pico_tokenizer, c
 def test_a_pass_longer_than_a_minute_tells_the_time_left(slow, pico_fox, pico_tokenizer, monkeypatch, capsys):
     opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
     layers = opened.model.config.num_hidden_layers
-    list(hear_gates(opened, [Window(IDS, "a")]))
+    list(gates_of_texts(opened, [Window(IDS, "a")]))
     assert capsys.readouterr().err.count(f"{opened.name}: ") == layers
     monkeypatch.setattr(generation, "SHORT_PROMPT", 8)
     monkeypatch.setattr(generation, "CPU_PART", 16)

@@ -72,24 +72,24 @@ def test_two_checkpoints_are_out_at_a_time(model):
     """Forward and backward, of the layers' checkpoints only the newest and the one before it hold memory here."""
     offload, _ = with_offload(model)
     alive, most = [], []
-    leave, back = offload._leave, offload._return
+    pack, unpack = offload._pack, offload._unpack
 
     def here() -> int:
         return sum(kept is not None and kept.tensor is not None for kept in (reference() for reference in alive))
 
-    def leaving(x):
-        kept = leave(x)
+    def packing(x):
+        kept = pack(x)
         if not isinstance(kept, torch.Tensor):
             alive.append(weakref.ref(kept))
         most.append(here())
         return kept
 
-    def returning(kept):
-        found = back(kept)
+    def unpacking(kept):
+        found = unpack(kept)
         most.append(here())
         return found
 
-    offload._leave, offload._return = leaving, returning
+    offload._pack, offload._unpack = packing, unpacking
     loss_of(model).backward()
     assert len(most) >= 2 * LAYERS
     assert max(most) <= 2
