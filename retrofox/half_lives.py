@@ -1,4 +1,4 @@
-"""Half-lives of gates in tokens: which biases give them, and where a conversion starts them."""
+"""Half-lives of gates in tokens: the biases that give them, and those that a conversion starts with."""
 
 from __future__ import annotations
 

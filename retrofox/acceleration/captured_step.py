@@ -104,7 +104,7 @@ class Decoding:
                 length.shift(left)
 
     def step(self, sampler: Any) -> None:
-        """One token further, as a `cuda_graph_decoding.Sampler` chooses it."""
+        """Decodes one token, which a `cuda_graph_decoding.Sampler` chooses."""
         self._make_room()
         if self.graph is None and self.warm and self.captures:
             self._capture(sampler)

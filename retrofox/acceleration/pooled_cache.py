@@ -220,5 +220,5 @@ class PooledDecoding(Decoding):
 
 
 def _kernels(layers: list[Any]) -> set[tuple[int, int]]:
-    """What the choice of kernels depends on: keys read, and slots, while these are too few for all processors."""
+    """(keys read, slots while they are too few for all processors) of each layer, by which kernels are chosen."""
     return {(layer.length.reads, reads_for(min(layer.fits, FILLS))) for layer in layers}

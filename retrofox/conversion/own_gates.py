@@ -31,7 +31,7 @@ from retrofox.surgery import Plan, make_plan
 
 AUTHORS, FLA = OWN_GATES
 QK_NORM_EPS = 1e-5
-"""Of their QK-norm, whatever config.json says."""
+"""eps of QK-norm in both packages, whatever config.json says."""
 TRAINED_LENGTH = 16384
 """Tokens, the paper's: where config.json has no max_position_embeddings."""
 HORIZON_ALONE = "{} has forget gates of its own, which stay as they are: of fox it takes horizon alone"

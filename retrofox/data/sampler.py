@@ -105,7 +105,7 @@ class Mixture:
         return [now - before for now, before in zip(summed, [0, *summed[:-1]], strict=True)]
 
     def _places(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place in a block: its source, and which of that source's draws it is."""
+        """(source, number among that source's draws) of each place in a block, (block,) int64 each."""
         if self.latest is None or self.latest[0] != block:
             before, after = self._before(block), self._before(block + 1)
             ends = np.cumsum([late - early for early, late in zip(before, after, strict=True)])

@@ -21,7 +21,7 @@ GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
 GROUP_BYTES = 32 << 20
 UNIT_BYTES = 256 << 20
-"""Of a dataset's text in a unit."""
+"""Bytes of a dataset's text in a unit."""
 STREAMED_ROWS = 256
 """Rows of a unit where they are fetched as they are read: about 100 MB of books."""
 ROW_BYTES = 1 << 16

@@ -1,1 +1,1 @@
-"""Single heads of a model: their attention, watched while it runs, and where their gates start."""
+"""Single heads of a model: their attention, measured while it runs, and the half-lives that their gates start with."""

@@ -1,4 +1,4 @@
-"""Where gates start: half-lives by each head's attention distance, the heads that look facts up left open."""
+"""Starting half-lives of gates: longer for heads that attend farther; heads that look facts up start open."""
 
 from __future__ import annotations
 

@@ -955,7 +955,7 @@ class FoxModelMixin(FoxPreTrained):
 
 
 def _told_documents(cu_seqlens: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
-    """`cu_seqlens`, or what transformers' names for it say; these leave `kwargs`."""
+    """`cu_seqlens`, or the same by one of transformers' names, which are popped from `kwargs`."""
     told = [cu_seqlens, *(kwargs.pop(f"cu_seq_lens{of}", None) for of in ("", "_q", "_k"))]
     seq_idx = kwargs.pop("seq_idx", None)
     if seq_idx is not None:

@@ -1,4 +1,4 @@
-"""What a recipe may not ask of a model, by the model's config.json: what `train` refuses first and `plan` lists."""
+"""Recipes that a model or a launch can't run, by its config.json: `train` refuses them first, `plan` lists why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrofox.planning.steps import accumulation, readers_of, tokens_per_step
 
 
 def refused(recipe: Recipe, config: dict[str, Any]) -> Iterator[str]:
-    """What a recipe may not ask of a model with this config.json."""
+    """Why a model with this config.json can't be trained by a recipe, a sentence for each reason."""
     if config.get("model_type", "").startswith("fox_"):
         for key in ("fox", "rope_scaling", "rope_theta", "attention"):
             if getattr(recipe, key) is not None:
@@ -55,7 +55,7 @@ def refuse_budget(stage: Stage, config: Any) -> None:
 
 
 def refused_on(recipe: Recipe, processes: int, deepspeed: bool) -> Iterator[str]:
-    """What a recipe may not ask of so many processes, or of DeepSpeed."""
+    """Why so many processes, or DeepSpeed, can't run a recipe, a sentence for each reason."""
     context, readers = recipe.parallel.context, readers_of(recipe.parallel, processes)
     if processes % context:
         yield (

@@ -30,14 +30,14 @@ WAYS = tl.constexpr(64)
 
 
 class Parts(NamedTuple):
-    """What programs leave: o and base-2 log-sum-exp of their keys, for every token, query head and part."""
+    """Partial results: o and base-2 log-sum-exp over the keys of a part, for every token, query head and part."""
 
     o: Any
     lse: Any
 
 
 class Cut(NamedTuple):
-    """What attending is compiled for, beside the `Row`."""
+    """Constants of `_attend_kernel`, beside the `Row`."""
 
     block: int  # keys that a program reads at once
     parts: int

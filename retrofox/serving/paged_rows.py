@@ -61,7 +61,7 @@ class Paged:
         return -(-self.groups * self.per_float // 8) * 8
 
     def row(self, page: int, least: int = 1) -> Row:
-        """What kernels are compiled for, given a page's tokens; groups are rounded up to `least` at least."""
+        """Constants of kernels for a page of so many tokens; groups are padded to `least` or more."""
         padded = max(least, power_of_2(self.groups))
         return Row(self.groups, padded, self.dim, power_of_2(self.dim), self.per_float, page)
 
@@ -76,7 +76,7 @@ def log_f_of(hidden_states: torch.Tensor, gate: Any) -> torch.Tensor:
 
 
 class Row(NamedTuple):
-    """What kernels are compiled for of a `Paged` row; groups and dim also as the powers of two that hold them."""
+    """Constants of kernels for a `Paged` row; `padded` and `channels` are groups and dim as powers of two."""
 
     groups: int
     padded: int
@@ -97,7 +97,7 @@ class Pages(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Of a step's requests: where their new tokens begin, their lengths with them, and their pages."""
+    """A step's requests: where their new tokens begin, their lengths with these, their pages."""
 
     start: Any
     length: Any

@@ -39,7 +39,7 @@ def temporary(folder: Path, name: str) -> Iterator[Path]:
 
 
 def left_behind(folder: Path, name: str, suffix: str) -> list[Path]:
-    """What processes of this machine that are gone left in a folder: .NAME.HOST...PID.SUFFIX, NAME a glob."""
+    """Files in a folder of this machine's processes that have ended: .NAME.HOST...PID.SUFFIX, NAME a glob."""
     found = folder.glob(f".{name}.{glob.escape(socket.gethostname())}.*.{suffix}")
     processes = {path: path.name.split(".")[-2] for path in found}
     return [path for path, pid in processes.items() if pid.isdecimal() and not psutil.pid_exists(int(pid))]

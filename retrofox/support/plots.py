@@ -1,4 +1,4 @@
-"""What all figures share: colours and dashes, titles, names of lengths, PNG and SVG files."""
+"""The style of all figures: colours and dashes, titles, names of lengths, PNG and SVG files."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Guard:
         self.mean: float | None = None
 
     def check(self, loss: float, grad_norm: float | None, step: int) -> None:
-        """Takes the loss into the running mean; raises ValueError where it is no number, or has jumped."""
+        """Adds the loss to the running mean; raises ValueError where it isn't finite, or has jumped."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             found = f"loss {loss}, gradient norm {grad_norm}: not finite"
         elif self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:

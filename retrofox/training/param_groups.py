@@ -1,4 +1,4 @@
-"""Who learns how fast: parameters by role, their optimizer groups, and the schedule in tokens."""
+"""Parameters by role, their optimizer groups, and the learning-rate schedule in tokens."""
 
 from __future__ import annotations
 

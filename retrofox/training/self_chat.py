@@ -30,7 +30,7 @@ TOKENS_LEARNT, OF_MANY = 750, 1300
 """Tokens to train on for each conversation made: some 250 long, each is read about three times, of MANY five times."""
 FEWEST, MANY, MOST = 200, 800, 20_000
 CACHE_BYTES = 24 << 30
-"""Of keys and values at a time, or half of a GPU's free memory where that is less."""
+"""Most bytes of keys and values of the conversations sampled together; half of a GPU's free memory if less."""
 _USER = "what the user says"
 
 
@@ -118,7 +118,7 @@ def rows_at_a_time(model: Any, count: int) -> int:
 
 
 def _turn(opened: LoadedModel, prompts: Sequence[str], longest: int) -> list[str | None]:
-    """What the model writes after each prompt; None where it did not end within `longest` tokens, or wrote nothing."""
+    """The model's text after each prompt; None where it is empty, or did not end within `longest` tokens."""
     if not prompts:
         return []
     tokenizer, ends = opened.tokenizer, end_tokens(opened)

@@ -26,7 +26,7 @@ LARGE = 1 << 20
 
 
 def sharding_of(accelerator: Any) -> str:
-    """What splits a run's weights and how they are saved. A checkpoint names it, and a run with another refuses it."""
+    """The sharding of a run's weights and the form they are saved in; a run with another refuses its checkpoints."""
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed"
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)

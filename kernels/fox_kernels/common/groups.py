@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Strides(NamedTuple):
-    """Of a tensor (B, T, H, D); the last is 1."""
+    """Strides of a tensor (B, T, H, D), whose last is 1."""
 
     batch: int
     token: int
@@ -16,7 +16,7 @@ class Strides(NamedTuple):
 
 
 class InputStrides(NamedTuple):
-    """Of the tensors that a kernel reads in place."""
+    """Strides of the tensors that a kernel reads in place."""
 
     q: Strides
     k: Strides
@@ -33,7 +33,7 @@ class Gates(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What hides keys and queries, None where nothing does.
+    """Limits of the keys that queries see, and of the queries that see a key; None where there are none.
 
     start, end (B, S) int32: of documents and padding, as `common.edges` returns them. first_seen (B, H, T) and
     unseen_from (B, H, S) int32: of a horizon and a window, as `common.horizon` does.
@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Of scores: the scale as given, for gradients, and times log2(e), the softcap likewise, and 2 / softcap."""
+    """Factors of scores: the scale as given, for gradients, and times log2(e); softcap times log2(e); 2 / softcap."""
 
     natural: float | None
     base2: float
@@ -55,7 +55,7 @@ class Scale(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a forward writes and its backward reads: o, its rounding error (or None), lse2."""
+    """Outputs of a forward that its backward reads: o, its rounding error (or None), lse2."""
 
     o: Any
     residual: Any
@@ -63,7 +63,7 @@ class Output(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Written by `triton.dq` for `triton.dkdv`: of every query, of every tile of queries, and row sums of ds."""
+    """Results of `triton.dq` that `triton.dkdv` reads: values by query, by tile of queries, and row sums of ds."""
 
     rows: Any  # (B, H, 4, T rounded up, so that rows are aligned)
     records: Any  # (B, H, tiles, 2 * queries of a tile + 16)

@@ -26,7 +26,7 @@ MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
 
 class AppendStrides(NamedTuple):
-    """Of new tokens: k, v (B, Hkv, T, width), as batch, head and token; log_f (B, T, H)."""
+    """Strides of new tokens: of k, v (B, Hkv, T, width) by batch, head and token; of log_f (B, T, H)."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """What entered the layer, (B, T, K); weight (gates, K) and bias (gates,); query heads to a gate."""
+    """A gate: the layer's input x (B, T, K), weight (gates, K), bias (gates,); `heads`: query heads to a gate."""
 
     x: Any
     weight: Any

@@ -21,7 +21,7 @@ from .search import advance
 
 
 class CacheStrides(NamedTuple):
-    """Of q and of what is cached, c as (B, GROUP, Hkv, S): "token" is 0 where the query heads of a group share c."""
+    """Strides of q and of the cache, c as (B, GROUP, Hkv, S): "token" is 0 where the query heads of a group share c."""
 
     q: Strides
     k: Strides
@@ -30,7 +30,7 @@ class CacheStrides(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What programs leave: o and lse of their keys, of all rows; where each pair's begin, None if all have as many."""
+    """Partial results of the programs: o and lse over their keys; where each pair's begin, None if all have as many."""
 
     o: Any
     lse: Any
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What the split is compiled for, beside the `Problem`.
+    """Constants of the split kernel, beside the `Problem`.
 
     pairs: (sequence, kv head) pairs that share out the programs, rounded up; 0: each has as many.
     aligned: of how many gates in a row the address is a multiple.
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a pair reads: [least, sinks_end) and [low, S), in blocks that begin at multiples of their size.
+    """Keys that a pair reads: [least, sinks_end) and [low, S), in blocks that begin at multiples of their size.
 
     sink_blocks: blocks of sinks alone; blocks: with these from low on.
     """

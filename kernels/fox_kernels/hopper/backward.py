@@ -73,7 +73,7 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
 
 
 class BackwardCut(NamedTuple):
-    """What the kernel is compiled for: the problem's edges and sinks, and the `Cut`."""
+    """Constants of the kernel: the problem's edges and sinks, and the `Cut`."""
 
     HAS_START: int  # `edge_kind`
     SINK: int
@@ -101,14 +101,14 @@ class Edges(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Of every query: lse2 and delta."""
+    """lse2 and delta of every query."""
 
     lse: Tensor
     delta: Tensor
 
 
 class Sums(NamedTuple):
-    """Of dS: dc has them by key, row_sum by query."""
+    """Sums of dS: dc by key, row_sum by query."""
 
     dc: Tensor
     row_sum: Tensor

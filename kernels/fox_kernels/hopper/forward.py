@@ -171,7 +171,7 @@ def halved(shape: Shape, T: int, S: int) -> bool:
 
 
 class ForwardCut(NamedTuple):
-    """What the kernel is compiled for: the problem's edges, sinks and offset, and the `Shape`."""
+    """Constants of the kernel: the problem's edges, sinks and offset, and the `Shape`."""
 
     HAS_START: int  # `edge_kind`
     SINK: int

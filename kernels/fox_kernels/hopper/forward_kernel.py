@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of the slots of q, k and v, and of the next tile."""
+    """Barriers of the slots of q, k and v, and of the next tile."""
 
     q_full: Any
     q_empty: Any

@@ -11,7 +11,7 @@ WIDEN_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0,
 
 
 class Rows(NamedTuple):
-    """Of queries: the last and the first key that they see, their document's first, and their decay in two floats."""
+    """A tile's queries: the last and first key that each sees, its document's first, its decay in two floats."""
 
     ends: Any
     start: Any
