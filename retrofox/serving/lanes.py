@@ -165,7 +165,7 @@ class LanesImpl:
     there every request, decoding ones too, is read by `forgetting_attention`.
     """
 
-    room: Lanes
+    layout: Lanes
     options: dict[str, Any]  # of `forgetting_attention`
     scale: float
 
@@ -186,7 +186,7 @@ class LanesImpl:
 
         output_scale: log f, the gates of `vllm_attention.attend`.
         """
-        batch, lanes = attn_metadata, self.room
+        batch, lanes = attn_metadata, self.layout
         if batch is None:
             return output.zero_()
         assert output_scale is not None

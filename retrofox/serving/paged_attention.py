@@ -214,7 +214,7 @@ def attend(
 class PagedImpl:
     """Mixin of a backend's implementation that attends by our own kernels; T tokens, H heads on Hkv, D channels."""
 
-    room: Paged
+    layout: Paged
     gate: Any  # the layer's, where it reads the states; else None
     reach: int | None  # `retrofox.anatomy.reach`
     options: dict[str, Any]  # of `forgetting_attention`
@@ -241,14 +241,14 @@ class PagedImpl:
             return output.zero_()
         assert output_scale is not None
         links, prefills, tokens, owner = batch.fox
-        room = self.room
+        layout = self.layout
         log_f = output_scale if self.gate is None else log_f_of(output_scale, self.gate)
-        write(room, key, value, log_f, kv_cache, batch, links)
+        write(layout, key, value, log_f, kv_cache, batch, links)
         if tokens:
-            attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner, self.reach)
+            attend(layout, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner, self.reach)
 
         def past(request: int, first: int, length: int) -> KeyValueRows:
-            return gather(room, kv_cache, batch.block_table[request], first, length, self.options["sink"])
+            return gather(layout, kv_cache, batch.block_table[request], first, length, self.options["sink"])
 
         run_prefills(prefills, query, KeyValueRows(key, value, log_f), past, output, self.options, self.reach)
         return output

@@ -29,7 +29,7 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float | None, reach: int | None) -> Attention:
-    """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
+    """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.layout` says how.
 
     Args:
         gate: the layer's forget gate, with a weight (H, hidden) and a bias (H,) in float32 where it reads the states,
@@ -46,15 +46,15 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
         )
     dtype, groups = native.kv_cache_torch_dtype, native.num_heads // native.num_kv_heads
     softcap = getattr(native.impl, "logits_soft_cap", None) or None
-    room: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
+    layout: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
     assert paged or horizon is None
     if paged:
-        room = Paged(groups, native.head_size, dtype)
+        layout = Paged(groups, native.head_size, dtype)
     context: Any = config.compilation_config.static_forward_context
     del context[native.layer_name]
     made = ReachingAttention(
         native.num_heads,
-        native.head_size + (room.extra if paged else room.width),
+        native.head_size + (layout.extra if paged else layout.width),
         native.impl.scale,  # type: ignore[attr-defined]
         num_kv_heads=native.num_kv_heads,
         cache_config=config.cache_config,
@@ -64,7 +64,7 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, horizon: float 
         attn_backend=_backend(chosen, paged, softcap is not None),
     )
     impl: Any = made.impl
-    impl.room, impl.gate, impl.reach = room, gate if paged and hasattr(gate, "weight") else None, reach
+    impl.layout, impl.gate, impl.reach = layout, gate if paged and hasattr(gate, "weight") else None, reach
     impl.options = {
         "scale": impl.scale,
         "window": native.sliding_window,

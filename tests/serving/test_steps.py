@@ -46,7 +46,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
 
     torch.manual_seed(0)
     impl: Any = paged_attention.PagedImpl()
-    impl.room = paged_rows.Paged(GROUPS, DIM)
+    impl.layout = paged_rows.Paged(GROUPS, DIM)
     impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None, "horizon": horizon}
     bounds = None if horizon is None else torch.full((HEADS * GROUPS,), math.log(2) / HALF_LIFE, device=device)
     impl.reach = reach = None if horizon is None else math.ceil(horizon * HALF_LIFE / math.log(2)) + 1
@@ -54,7 +54,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 2, horizon: float |
     texts = [sum(new) for new in zip(*steps.values(), strict=True)]
     pages = 10 * times
     table = torch.randperm(4 * pages).reshape(4, pages).int()
-    shape = (layers, 4 * pages, HEADS, PAGE, 2 * (DIM + impl.room.extra))
+    shape = (layers, 4 * pages, HEADS, PAGE, 2 * (DIM + impl.layout.extra))
     caches = torch.zeros(shape).half().to(device).unbind()  # one allocation, as vLLM's; the interpreter lacks bfloat16
     drawn = []
     for _ in range(layers):
