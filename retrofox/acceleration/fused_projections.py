@@ -170,12 +170,12 @@ def appended(module: Any, hidden_states: torch.Tensor, cos_sin: Any, cache: Any)
     bounds = None if gates.bounds is None else gates.derived.get(hidden_states.device)
     if gates.bounds is not None and bounds is None:
         return None
-    rooms, offset = layer._buffers, layer.offset  # type: ignore[union-attr]
-    if not appends_step(rooms, hidden_states, gates.weight, gates.bias):
+    buffers, offset = layer._buffers, layer.offset  # type: ignore[union-attr]
+    if not appends_step(buffers, hidden_states, gates.weight, gates.bias):
         return None
     q, k, v = (linear(hidden_states).contiguous() for linear in (module.q_proj, module.k_proj, module.v_proj))
     given = (hidden_states, q, k, v, gates.weight, gates.bias, *cos_sin)
-    turned = append_step(rooms, length.on_device, *given, bounds=bounds, offset=offset)
+    turned = append_step(buffers, length.on_device, *given, bounds=bounds, offset=offset)
     return Projections(module, turned, k, v, None)
 
 

@@ -134,13 +134,13 @@ def compare(driver: ctypes.CDLL) -> dict:
     q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
     c = torch.rand(1, 2, 300), torch.rand(1, 2, 300)
     x, length = torch.randn(1, 1, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
-    rooms = [*torch.zeros(2, 1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 64, 1)]
+    buffers = [*torch.zeros(2, 1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 64, 1)]
     weight, bias = torch.nn.Parameter(torch.randn(2, 128)), torch.nn.Parameter(torch.randn(2))
     for _ in range(2):
         hopper.launch_forward(q, k, v, *c, Options(0.125))
         plain.launch_forward(q, k, v, *c, Options(0.125))
         with torch.no_grad():
-            append_step(rooms, length, x, x, x, x, weight, bias, x[..., :32], x[..., 32:64])
+            append_step(buffers, length, x, x, x, x, weight, bias, x[..., :32], x[..., 32:64])
     return launched
 
 

@@ -146,20 +146,20 @@ def check_append(device: str) -> None:
         log_f = -torch.rand(B, S, H, device=device) * torch.tensor([0, 1e-4, 0.1, 3, 1e3, math.inf], device=device)
         sums = torch.cat(cumulative_torch(log_f), 1)[..., None]
         for on_device in (False, True):
-            rooms = [torch.nn.functional.pad(x[:, :, :first], (0, 0, 0, 128)).contiguous() for x in (k, v, sums)]
+            buffers = [torch.nn.functional.pad(x[:, :, :first], (0, 0, 0, 128)).contiguous() for x in (k, v, sums)]
             for n in range(first, S, T):
                 length = torch.tensor([n], dtype=torch.int32, device=device) if on_device else n
-                append.append(rooms, length, k[:, :, n : n + T], v[:, :, n : n + T], log_f[:, n : n + T])
-            assert torch.equal(rooms[0][:, :, :S], k)
-            assert torch.equal(rooms[1][:, :, :S], v)
-            c, exact = (x[..., 0].double().unflatten(1, (2, H)).sum(1) for x in (rooms[2][:, :, :S], sums))
+                append.append(buffers, length, k[:, :, n : n + T], v[:, :, n : n + T], log_f[:, n : n + T])
+            assert torch.equal(buffers[0][:, :, :S], k)
+            assert torch.equal(buffers[1][:, :, :S], v)
+            c, exact = (x[..., 0].double().unflatten(1, (2, H)).sum(1) for x in (buffers[2][:, :, :S], sums))
             torch.testing.assert_close(c, exact, atol=1e-9, rtol=1e-13)
 
 
-def shared(rooms, Hkv: int):
-    """Return the rooms of sequences and kv heads one behind another, as one that they share."""
-    sums = rooms[2].unflatten(1, (2, Hkv, -1)).permute(1, 3, 0, 2, 4, 5).flatten(2, 4).flatten(0, 1)
-    return *(x.reshape(1, 1, -1, x.shape[-1]) for x in rooms[:2]), sums[None, ..., None]
+def shared(buffers, Hkv: int):
+    """Return the buffers of sequences and kv heads one behind another, as one that they share."""
+    sums = buffers[2].unflatten(1, (2, Hkv, -1)).permute(1, 3, 0, 2, 4, 5).flatten(2, 4).flatten(0, 1)
+    return *(x.reshape(1, 1, -1, x.shape[-1]) for x in buffers[:2]), sums[None, ..., None]
 
 
 @torch.no_grad()
@@ -179,15 +179,15 @@ def check_append_step(device: str) -> None:
         weight, bias = torch.randn(gates, K, device=device) / K**0.5, 9 * torch.randn(gates, device=device)
         bounds = draw.choice([None, torch.rand(gates, device=device)])
         cos, sin = torch.randn(2, draw.choice([1, B]), T, P + 3, device=device).to(draw.choice(dtypes))[..., :P]
-        rooms = [torch.randn(B, Hkv, 70, w, device=device).to(dtype) for w in (D, VW)]
-        rooms.append(torch.randn(B, 2 * kept, 70, 1, device=device))
+        buffers = [torch.randn(B, Hkv, 70, w, device=device).to(dtype) for w in (D, VW)]
+        buffers.append(torch.randn(B, 2 * kept, 70, 1, device=device))
         length = torch.full((1,), draw.choice([0, 1, 37]), dtype=torch.int32, device=device)
-        wanted = [y.clone() for y in rooms]
-        assert append.appends_step(rooms, x, weight, bias)
+        wanted = [y.clone() for y in buffers]
+        assert append.appends_step(buffers, x, weight, bias)
         offset = 70 * torch.arange(B * Hkv, device=device, dtype=torch.int32)
-        alike, given = [y.clone() for y in shared(rooms, Hkv)], (x, q, k, v, weight, bias, cos, sin, bounds)
+        alike, given = [y.clone() for y in shared(buffers, Hkv)], (x, q, k, v, weight, bias, cos, sin, bounds)
         append.append_step(alike, length, *given, offset=offset)
-        ours = append.append_step(rooms, length, *given)
+        ours = append.append_step(buffers, length, *given)
         heads = [y.unflatten(-1, (-1, w)).transpose(1, 2) for y, w in ((q, D), (k, D), (v, VW))]
         if P:
             heads[:2] = rotary(*heads[:2], cos, sin)
@@ -195,13 +195,13 @@ def check_append_step(device: str) -> None:
         log_f = log_f if bounds is None else log_f - bounds
         append.append(wanted, length, *heads[1:], log_f.repeat_interleave(kept // gates, -1))
         assert torch.equal(ours, heads[0].transpose(1, 2).flatten(2))
-        assert all(map(torch.equal, rooms, wanted)), n
+        assert all(map(torch.equal, buffers, wanted)), n
         assert all(map(torch.equal, alike, shared(wanted, Hkv))), n
         assert (ours is q) == (P == 0)
 
 
-def check_shared_rooms(device: str) -> None:
-    """Rows of unlike lengths in rooms that they share, all else there being NaN: appended to and attended as alone."""
+def check_shared_buffers(device: str) -> None:
+    """Rows of unlike lengths in buffers that they share, all else being NaN: appended to and attended as alone."""
     for options in ({"sink": 3, "horizon": 8.0}, {"window": 100, "softcap": 20.0}, {"horizon": 8.0}):
         torch.manual_seed(0)
         held, S, new, G, D = [5, 300, 129, 640], 640, 70, 2, 32
@@ -212,18 +212,18 @@ def check_shared_rooms(device: str) -> None:
         room = torch.arange(4, device=device, dtype=torch.int32) * 1024 + 128
         offset = room + start % 128 - start
         hi, lo = cumulative_torch(log_f)
-        rooms = [torch.full((1, n, 4224, w), torch.nan, device=device) for n, w in ((1, D), (1, D), (2 * G, 1))]
+        buffers = [torch.full((1, n, 4224, w), torch.nan, device=device) for n, w in ((1, D), (1, D), (2 * G, 1))]
         for row, n in enumerate(held):
             at = slice(int(offset[row]) + S - n, int(offset[row]) + S)
-            for x, old in zip(rooms, (k, v, torch.cat((hi, lo), 1)[..., None].transpose(1, 2)), strict=True):
+            for x, old in zip(buffers, (k, v, torch.cat((hi, lo), 1)[..., None].transpose(1, 2)), strict=True):
                 x[0, :, at] = old[row, S - n : S].transpose(0, 1)
         first = start.clone()
-        k_all, v_all = (x[:, 0].expand(4, -1, -1)[:, :, None] for x in rooms[:2])
-        c_hi, c_lo = rooms[2][..., 0].expand(4, -1, -1).split(G, 1)
+        k_all, v_all = (x[:, 0].expand(4, -1, -1)[:, :, None] for x in buffers[:2])
+        c_hi, c_lo = buffers[2][..., 0].expand(4, -1, -1).split(G, 1)
         for n in range(S, S + new):
             length = torch.tensor([n], dtype=torch.int32, device=device)
             *new, gate = (x[:, n].view(2, 2, 1, -1) for x in (k, v, log_f))  # two rows of two kv heads
-            append.append(rooms, length, *new, gate.transpose(1, 2).flatten(2), offset=offset)
+            append.append(buffers, length, *new, gate.transpose(1, 2).flatten(2), offset=offset)
             if n > S + 1 and n % 23:
                 continue
             at = {"length": length, "seq_start": start, "first": first, "offset": offset}
@@ -252,7 +252,7 @@ def check_refusals(device: str) -> None:
 
 CHECKS = {
     "any problem": check_any_problem, "horizon": check_horizon, "steps": check_steps, "append": check_append,
-    "append step": check_append_step, "shared rooms": check_shared_rooms,
+    "append step": check_append_step, "shared buffers": check_shared_buffers,
     "refusals": check_refusals,
 }  # fmt: skip
 

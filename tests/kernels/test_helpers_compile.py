@@ -48,18 +48,18 @@ def gains(*shape: int) -> torch.Tensor:
 
 def append_a_token(width: int, length: int | torch.Tensor = 5) -> None:
     k, v = torch.empty(1, 2, 1, width, dtype=torch.bfloat16), torch.empty(1, 2, 1, 64, dtype=torch.bfloat16)
-    rooms = [k.expand(1, 2, 64, width), v.expand(1, 2, 64, 64), torch.empty(1, 12, 64, 1)]
-    append.append(rooms, length, k, v, torch.empty(1, 1, 6))
+    buffers = [k.expand(1, 2, 64, width), v.expand(1, 2, 64, 64), torch.empty(1, 12, 64, 1)]
+    append.append(buffers, length, k, v, torch.empty(1, 1, 6))
 
 
 @torch.no_grad()
 def append_a_step(K: int, D: int, pairs: int, heads_per_gate: int, offset: torch.Tensor | None = None) -> None:
-    rooms = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 18 // heads_per_gate, 64, 1)]
+    buffers = [torch.empty(2, 3, 64, D, dtype=torch.bfloat16)] * 2 + [torch.empty(2, 18 // heads_per_gate, 64, 1)]
     weight, angles = torch.empty(9 // heads_per_gate, K), torch.empty(2, 2, 1, pairs, dtype=torch.bfloat16)
     x, q, k = (torch.empty(2, 1, width, dtype=torch.bfloat16) for width in (K, 9 * D, 3 * D))
     length = torch.zeros(1, dtype=torch.int32)
     bias = weight[:, 0].contiguous()
-    append.append_step(rooms, length, x, q, k, k, weight, bias, *angles, bias if pairs else None, offset=offset)
+    append.append_step(buffers, length, x, q, k, k, weight, bias, *angles, bias if pairs else None, offset=offset)
 
 
 @torch.no_grad()
@@ -75,8 +75,8 @@ DECODED = {
     **{f"split, D = {D}, every option": (D, EVERY_OPTION) for D in (64, 128)},
     "split at a length, D = 64": (64, {"at_length": True}),
     "split at a length, D = 128, every option": (128, EVERY_OPTION | {"at_length": True}),
-    "split at a length, D = 64, in shared rooms": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
-    "merge at a length, in shared rooms": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
+    "split at a length, D = 64, in shared buffers": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
+    "merge at a length, in shared buffers": (64, EVERY_OPTION | {"at_length": True, "shared": True}),
     "merge at a length": (64, {"horizon": 8.0, "at_length": True}),
     "split, D = 80": (80, {}),
     "split, D = 256, every option": (256, EVERY_OPTION),
@@ -91,7 +91,7 @@ OTHERS = {
     "append with shifts": (append_a_token, 240),
     "append at a length": (append_a_token, 64, torch.zeros(1, dtype=torch.int32)),
     "append a step": (append_a_step, 576, 64, 32, 3),
-    "append a step to shared rooms": (append_a_step, 576, 64, 32, 3, torch.zeros(6, dtype=torch.int32)),
+    "append a step to shared buffers": (append_a_step, 576, 64, 32, 3, torch.zeros(6, dtype=torch.int32)),
     "append a step, D = 256": (append_a_step, 4096, 256, 128, 1),
     "append a step, nothing turned": (append_a_step, 576, 80, 0, 1),
     **{f"decode, {n} channels": (decode_a_token, n) for n in (1024, 16384)},

@@ -55,9 +55,9 @@ class Gate(NamedTuple):
     heads: int
 
 
-@triton.jit(do_not_specialize=["length", "room"])
+@triton.jit(do_not_specialize=["length", "S"])
 def append_kernel(
-    k, v, log_f, keys, values, sums, length_ptr, offset, turned, gate, bounds, strides, length, room, T, H, floor,
+    k, v, log_f, keys, values, sums, length_ptr, offset, turned, gate, bounds, strides, length, S, T, H, floor,
     GROUP: tl.constexpr, SHARE: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,12 +68,12 @@ def append_kernel(
     offs_k, offs_v, pair = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, KP // 2)
     k += b * strides.k[0] + h_kv * strides.k[1]
     v += b * strides.v[0] + h_kv * strides.v[1]
-    place, hi_place = (b * heads + h_kv) * room, (b * 2 * gates + own) * room
-    lo_place = (b * 2 * gates + gates + own) * room
+    place, hi_place = (b * heads + h_kv) * S, (b * 2 * gates + own) * S
+    lo_place = (b * 2 * gates + gates + own) * S
     if offset is not None:
         place = tl.load(offset + b * heads + h_kv).to(tl.int64)
-        hi_place = (own % (GROUP // SHARE)).to(tl.int64) * room + place
-        lo_place = (GROUP // SHARE + own % (GROUP // SHARE)).to(tl.int64) * room + place
+        hi_place = (own % (GROUP // SHARE)).to(tl.int64) * S + place
+        lo_place = (GROUP // SHARE + own % (GROUP // SHARE)).to(tl.int64) * S + place
     keys += (place + length) * KW
     values += (place + length) * VW
     hi = sums + hi_place + length
@@ -118,55 +118,55 @@ def appends(k: Tensor, v: Tensor, log_f: Tensor) -> bool:
 
 
 def append(
-    rooms: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, offset: Tensor | None = None
+    buffers: list[Tensor], length: int | Tensor, k: Tensor, v: Tensor, log_f: Tensor, offset: Tensor | None = None
 ) -> None:
-    """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
+    """Write T tokens behind the first `length` of a cache's buffers, which must have space for them.
 
-    k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, gates) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
-    values (B, Hkv, room, VW), sums (B, 2 gates, room, 1) float32: c of every gate, rounded, and its rounding error.
+    k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, gates) float32. buffers, all contiguous: keys (B, Hkv, S, KW),
+    values (B, Hkv, S, VW), sums (B, 2 gates, S, 1) float32: c of every gate, rounded, and its rounding error.
     length: an int, or (1,) int32 that the kernel reads on the device: so a captured graph appends at any length. offset
-    (B * Hkv,) int32 on the device: all share rooms (1, 1, room, KW), (1, 1, room, VW), (1, 2 gates / Hkv, room, 1),
+    (B * Hkv,) int32 on the device: all share buffers (1, 1, S, KW), (1, 1, S, VW), (1, 2 gates / Hkv, S, 1),
     where position j of sequence b and kv head h lies at offset[b * Hkv + h] + j.
     """
-    _launch(rooms, length, k, v, log_f, offset, log_f.shape[-1])
+    _launch(buffers, length, k, v, log_f, offset, log_f.shape[-1])
 
 
 def _launch(
-    rooms, length, k, v, log_f, offset, H, turned: Turn | None = None, gate: Gate | None = None, bounds=None, warps=1
+    buffers, length, k, v, log_f, offset, H, turned: Turn | None = None, gate: Gate | None = None, bounds=None, warps=1
 ) -> None:
     (B, Hkv, T, KW), VW = k.shape, v.shape[-1]
-    keys, values, sums = rooms
+    keys, values, sums = buffers
     gates = sums.shape[1] // 2 * (1 if offset is None else Hkv)
     length, at = (0, length) if isinstance(length, Tensor) else (length, None)
     strides = AppendStrides(k.stride()[:3], v.stride()[:3], None if log_f is None else log_f.stride())
     with torch.cuda.device_of(k):
         launch(
             append_kernel, (B * H,), k=k, v=v, log_f=log_f, keys=keys, values=values, sums=sums, length_ptr=at,
-            offset=offset, turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, room=keys.shape[2],
+            offset=offset, turned=turned, gate=gate, bounds=bounds, strides=strides, length=length, S=keys.shape[2],
             T=T, H=H, floor=LOG_F_MIN, GROUP=H // Hkv, SHARE=H // gates, KW=KW, KP=power_of_2(KW), VW=VW,
             VP=power_of_2(VW), BLOCK=1 if gate is None else logit_block(gate.K), warps=warps,
         )  # fmt: skip
 
 
-def appends_step(rooms: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Return whether `append_step` can run for what enters a layer, x (B, T, K): few rows of the rooms' dtype."""
+def appends_step(buffers: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Return whether `append_step` can run for what enters a layer, x (B, T, K): few rows of the buffers' dtype."""
     gates = all(y.dtype == torch.float32 and y.is_contiguous() for y in (weight, bias))
-    return gates and takes_few(x) and x.dtype == rooms[0].dtype == rooms[1].dtype and x.shape[1] <= MOST_TOKENS
+    return gates and takes_few(x) and x.dtype == buffers[0].dtype == buffers[1].dtype and x.shape[1] <= MOST_TOKENS
 
 
 def append_step(
-    rooms: list[Tensor], length: Tensor, x: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor,
+    buffers: list[Tensor], length: Tensor, x: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor,
     cos: Tensor, sin: Tensor, bounds: Tensor | None = None, offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append T tokens with keys turned, and log f = log sigmoid(W x + b) - bounds; return the queries, turned.
 
     x (B, T, K) entered the layer, whose projections are q (B, T, H D), k (B, T, Hkv D) and v (B, T, Hkv VW), contiguous
     and of its dtype; weight (gates, K), bias and bounds (gates,) float32: a gate for one query head or several. cos,
-    sin (B or 1, T, P): as in `layer.rotary`, with P = 0 nothing turns. rooms, length and offset: see `append`. Only
+    sin (B or 1, T, P): as in `layer.rotary`, with P = 0 nothing turns. buffers, length and offset: see `append`. Only
     where `appends_step` returns True.
     """
     B, T, K = x.shape
-    Hkv, H = (y.shape[-1] // rooms[0].shape[3] for y in (k, q))
+    Hkv, H = (y.shape[-1] // buffers[0].shape[3] for y in (k, q))
     turned, out = None, q
     if cos.shape[-1]:
         out = torch.empty_like(q)
@@ -176,5 +176,5 @@ def append_step(
         turned = Turn(q, out, cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.shape[-1])
     k, v = (y.view(B, T, Hkv, -1).transpose(1, 2) for y in (k, v))
     gate = Gate(x, weight, bias, K, H // len(weight))
-    _launch(rooms, length, k, v, None, offset, H, turned, gate, bounds, warps=4)
+    _launch(buffers, length, k, v, None, offset, H, turned, gate, bounds, warps=4)
     return out

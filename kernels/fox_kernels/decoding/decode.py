@@ -6,7 +6,7 @@ kept as two floats beside the cache (`append.append` lengthens it); every decay 
 Blocks of keys begin at multiples of their size: only so does Triton know that c may be copied 16 bytes at a time.
 
 With a length on the device the cache holds as many tokens as it says before the T new ones, and S is only the most that
-it may hold: one captured graph serves every length up to S. With an offset all sequences share a room: position j of
+it may hold: one captured graph serves every length up to S. With an offset all sequences share buffers: position j of
 sequence b lies at offset[b] + j.
 """
 

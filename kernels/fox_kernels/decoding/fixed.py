@@ -1,6 +1,6 @@
 """Decoding at a length that only the device knows: the launches of a captured graph, which are the same at every step.
 
-The caches are rooms for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so
+The caches are buffers for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so
 one graph serves every length up to S.
 """
 
@@ -36,12 +36,12 @@ def decode_at(
 ) -> Tensor:
     """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
 
-    q           (B, T, H, D), the new tokens, which are in the rooms already
-    k, v        (B, S, Hkv, D), views of the rooms, v perhaps narrower; c_hi, c_lo as in `decode_attention`
+    q           (B, T, H, D), the new tokens, which are in the buffers already
+    k, v        (B, S, Hkv, D), views of the buffers, v perhaps narrower; c_hi, c_lo as in `decode_attention`
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
     first       (B * Hkv,) int32 on the device, for a horizon: a key before which none is seen. A text begins with
                 zeros; each call moves it on, for calls at this length or later ones. None: each call searches anew
-    offset      (B,) int32 on the device, multiples of 64: all rows share rooms; k, v, c_hi, c_lo have batch stride 0,
+    offset      (B,) int32 on the device, multiples of 64: all rows share buffers; k, v, c_hi, c_lo have batch stride 0,
                 and position j of row b lies at offset[b] + j. It needs seq_start, and first no lower than that
 
     seq_start and options (scale, window, sink, softcap, horizon) are as in `forgetting_attention`. Raises ValueError
@@ -56,7 +56,7 @@ def decode_at(
         raise ValueError(f"length must be (1,) int32 on {q.device}, aligned to 16 bytes; got {tuple(length.shape)} "
                          f"{length.dtype} on {length.device}")  # fmt: skip
     if offset is not None and (first is None or seq_start is None):
-        raise ValueError("rooms that rows share (offset) need first and seq_start: where each row begins")
+        raise ValueError("buffers that rows share (offset) need first and seq_start: where each row begins")
     wanted = resolved(given(**options)[0], q.shape[-1], k.shape[1])
     decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, wanted, padded=seq_start is not None)
     wide = as_wide_as(q, v)
