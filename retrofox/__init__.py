@@ -1,7 +1,7 @@
 """retrofox: retrofit forget gates (Forgetting Attention, FoX) into pretrained LLaMA-family language models.
 
-`convert` swaps (part of) RoPE for per-head forget gates, `load` opens a converted checkpoint, `FoxSpec` says what is
-converted to what. Importing this package imports neither torch nor transformers: the names below load on first use.
+`convert` adds a forget gate per head and stretches, keeps or removes RoPE, as a `FoxSpec` says; `load` opens what it
+made. Importing this package imports neither torch nor transformers: the names below load on first use.
 """
 
 from importlib import import_module

@@ -1,7 +1,6 @@
-"""Surgery: plan -> apply -> verify, on a live model and on a checkpoint directory.
+"""Surgery: the plan of a conversion, and a live model converted by it, which shares the base's tensors.
 
-A live model shares its tensors with the converted one. A directory is converted without loading it: weights are
-copied, new tensors go into one new shard, index and config are rewritten.
+A directory is converted without loading it, by `conversion.directory`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether instructions survive: greedy answers of a model beside those of its base.
 
 The base answers prompts by its own chat template, greedily. The model answers the same prompts. Reported are the share
-of answers that are the same token by token, the loss of the base's own answers
-under the model and under the base, and how many instructions that a program can check are followed by either.
+of answers that are the same token by token, the loss of the base's own answers under the model and under the base, and
+how many instructions that a program can check are followed by either.
 """
 
 from __future__ import annotations
@@ -80,9 +80,8 @@ def compare_answers(
     """The model's answers `own` beside the base's answers `its`.
 
     Returns:
-        {"prompts", "same": {"value", "interval"}, "loss", "base",
-        "difference", "followed"}; loss, base and difference, nats per token of the base's answers, as
-        `mean_over_documents` gives them; "followed" as `followed` does.
+        {"prompts", "same": {"value", "interval"}, "loss", "base", "difference", "followed"}; loss, base and difference,
+        nats per token of the base's answers, as `mean_over_documents` gives them; "followed" as `followed` does.
     """
     same = float(np.mean([list(a) == list(b) for a, b in zip(own, its, strict=True)]))
     texts = [

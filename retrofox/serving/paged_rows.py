@@ -29,7 +29,7 @@ from fox_kernels.layer.gate import gate_and_logit
 from retrofox.serving.prefill import KeyValueRows, Links
 
 FEW = 256
-"""KeyValueRows up to which a gate takes a program for each row and head."""
+"""Rows up to which a gate takes a program for each row and head."""
 TOKENS = 128
 """Tokens that a program adds up at once."""
 CHUNK = 512
@@ -52,7 +52,7 @@ class Paged:
 
     @property
     def per_float(self) -> int:
-        """Numbers of the cache that take the room of a float32 one."""
+        """Numbers of the cache that take as many bytes as a float32 one."""
         return 4 // self.dtype.itemsize
 
     @property

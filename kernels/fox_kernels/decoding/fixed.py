@@ -14,7 +14,7 @@ from . import planner
 
 
 def decodes_at(q: Tensor, k: Tensor) -> bool:
-    """Return whether `decode_at` can run for queries (B, T, H, D) and a room of keys (B, S, Hkv, D)."""
+    """Return whether `decode_at` can run for queries (B, T, H, D) and a buffer of keys (B, S, Hkv, D)."""
     (B, T, H, _), Hkv = q.shape, k.shape[2]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or triton_unsupported(q) is not None or H % Hkv:
         return False
@@ -34,7 +34,7 @@ def decode_at(
     offset: Tensor | None = None,
     **options,
 ) -> Tensor:
-    """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of rooms for S.
+    """Return o (B, T, H, D), as wide as v: `decode_attention` of the first `length` + T tokens of buffers for S.
 
     q           (B, T, H, D), the new tokens, which are in the buffers already
     k, v        (B, S, Hkv, D), views of the buffers, v perhaps narrower; c_hi, c_lo as in `decode_attention`
