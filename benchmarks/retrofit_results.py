@@ -6,7 +6,7 @@
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. Panels are read from
 ARM/panel/panel.json and ARM/panel_again/, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out),
-RULER's scores from ARM/ruler.json (ruler.py), arms without training from ARM/untrained.json (self_extend.py).
+RULER's scores from ARM/ruler.json (ruler.py).
 """
 
 from __future__ import annotations
@@ -140,9 +140,6 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
     for folder in sorted(runs.iterdir()):
         if (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
-        elif (folder / "untrained.json").exists():
-            made = {"tokens": 0, "seconds": 0, **read(folder / "untrained.json"), **evaluations(folder)}
-            arms["arms"][folder.name] = made | {"note": note}
         elif folder.name in arms["arms"]:
             arms["arms"][folder.name] |= {key: found for key, found in evaluations(folder).items() if found}
         else:
