@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
 
 from figures import read, table
 from measured_arms import (
@@ -177,7 +178,8 @@ def columns_of_arms(title: str, names: Sequence[str], rows_of: Callable[[Arm], d
     """A table with an arm a column, of those in which `rows_of` finds anything: what a row is called -> the cell."""
     found = {label: [rows for arm in seeds if (rows := rows_of(arm))] for label, seeds in on_file(names).items()}
     titles = dict.fromkeys(name for seeds in found.values() for rows in seeds for name in rows)
-    rows = [[name, *(by_seed(lambda of: of.get(name, "-"), seeds) for seeds in found.values())] for name in titles]  # noqa: B023
+    cells = {name: methodcaller("get", name, "-") for name in titles}
+    rows = [[name, *(by_seed(cell, seeds) for seeds in found.values())] for name, cell in cells.items()]
     return without_dashes([title, *found], rows)
 
 
