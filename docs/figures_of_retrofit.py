@@ -43,7 +43,7 @@ STEPS = (
     *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED, *TRIED),
     *("mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
     *("skips-64k", "skips-log", "broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M"),
-    *("unbounded-again", "unbounded", "default"),
+    *("unbounded-again", "unbounded", "default-mean-of-seeds", "default-quarter-base", "default"),
 )
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
 RULED = ("base", "stretch", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])

@@ -37,6 +37,8 @@ LABELS = {
     "unbounded-share15": "unbounded, `share: 0.15`",
     "unbounded-24M": "unbounded, `share: 0.15`, 24M",
     "default": "**default**",
+    "default-mean-of-seeds": "mean of two seeds' weights",
+    "default-quarter-base": "a quarter of the base's weights",
     "unbounded": "unbounded",
     "unbounded-again": "unbounded, trained again",
     "no-sink": "no sink",
