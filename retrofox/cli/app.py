@@ -25,11 +25,11 @@ app = typer.Typer(
     add_completion=False,
     help="Retrofit forget gates (Forgetting Attention, FoX) into a pretrained LLaMA-family model.\n\n"
     "Typical use:\n\n"
-    "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT   gates in, RoPE scaled, proven against the base\n\n"
+    "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT   adds gates, scales RoPE, checks it; train does so too\n\n"
     "    retrofox recipes cp smollm2-stretch               a recipe to start from: set its data and output\n\n"
-    "    retrofox train smollm2-stretch.yaml               adapt it\n\n"
-    "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
-    "    retrofox generate RUN/model 'Once upon a time'    use it",
+    "    retrofox train smollm2-stretch.yaml               converts and trains; resumes if run again\n\n"
+    "    retrofox eval RUN/model --against BASE --data T   loss at each position, of both\n\n"
+    "    retrofox generate RUN/model 'Once upon a time'    continues a text",
 )
 SEVERAL = ("--data", "--against", "--texts", "--mode")
 """Options that may be repeated."""

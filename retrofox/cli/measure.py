@@ -171,7 +171,7 @@ def report(
     model: Annotated[str, typer.Argument(help=MODEL)],
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files or directories of long documents, one or more.")] = None,
-    suite: Annotated[Literal["quick", "long", "full"], typer.Option(help="How much is measured; see below.")] = "quick",
+    suite: Annotated[Literal["quick", "long", "full"], typer.Option(help="How much is measured; see above.")] = "quick",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the report; by default `report` in the model's directory."),
