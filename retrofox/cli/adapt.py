@@ -66,8 +66,8 @@ def plan(
 
 
 def train(recipe: RecipeFile, changes: Overrides = None) -> None:
-    """Converts and trains a model by a recipe; run again after an interruption, it resumes. On several GPUs: `accelerate
-    launch -m retrofox train RECIPE`.
+    """Converts and trains a model by a recipe; run again after an interruption, it resumes. On several GPUs:
+    `accelerate launch -m retrofox train RECIPE`.
     """
     from retrofox.config import load_recipe
 
