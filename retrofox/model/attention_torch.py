@@ -66,8 +66,8 @@ def masked_attention(
         decay[..., :sink] = 0.0
     elif sink:
         decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
-    if horizon is not None:  # neither sinks nor the own key, whose decay is 0
-        decay = decay.masked_fill(decay <= -horizon, float("-inf"))
+    if horizon is not None:  # neither sinks nor the own key, whose decay is 0; 1e-6: rounding shows no key at the edge
+        decay = decay.masked_fill(decay <= -horizon * (1 - 1e-6), float("-inf"))
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:  # a softmax over nothing would have gradients of NaN: such rows are zeroed at the end
         bias = bias.masked_fill(~mask & mask.any(-1, keepdim=True), float("-inf"))

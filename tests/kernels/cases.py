@@ -48,6 +48,8 @@ def gates(kind: str, *shape, device="cpu") -> torch.Tensor:
     x = torch.randn(*shape, device=device)
     if kind == "unequal":  # the first head forgets a hundred times as fast as the last
         return -x.abs() * torch.logspace(0, -2, shape[-1], device=device)
+    if kind == "halves":  # some decays are just a horizon of whole nats
+        return -torch.randint(3, shape, device=device) / 2
     if kind == "half-lives":  # 16 to 2^20 tokens
         return -2 * torch.rand_like(x) * math.log(2) / torch.logspace(4, 20, shape[-1], base=2, device=device)
     if kind == "open":

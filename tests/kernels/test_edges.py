@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from cases import gates
 from fox_kernels.common.cumsum import cumulative
 from fox_kernels.common.edges import edges
 from fox_kernels.common.horizon import edges_within
@@ -56,6 +57,7 @@ def differences_within() -> list[str]:
     for seed, (S, horizon) in enumerate(((1, 8.0), (300, 0.5), (300, 8.0), (513, 3.0))):
         torch.manual_seed(seed)
         log_f = -torch.rand(1, S, 4) * torch.tensor([2.0, 0.1, 0.01, 0.0])
+        log_f[..., 3] = gates("halves", 1, S)
         c_hi, c_lo = cumulative(log_f)
         start, end = by_definition(log_f.double().cumsum(1).transpose(1, 2), horizon)
         cu_seqlens = torch.tensor([0, S // 3, S // 3, S], dtype=torch.int32)

@@ -45,6 +45,7 @@ FEATURES = {
     "shut": {"gate": "shut"},
     "zeros": {"T": 100, "gate": "zeros"},
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
+    "decays of just a horizon": {"T": 90, "gate": "halves", "options": {"horizon": 3.0}},
 }
 CHECKS = {
     "helpers": ("cpu", 70), "copies_by_tma": (),

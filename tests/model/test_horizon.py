@@ -12,6 +12,7 @@ import retrofox
 from retrofox.acceleration import attention_dispatch
 from retrofox.anatomy import attention_mode
 from retrofox.model import modeling_fox as scores
+from retrofox.model.attention_torch import forgetting_attention as by_torch
 from retrofox.model.attention_torch import masked_attention, visible_keys
 from tests.model.conftest import ids_of, logits
 
@@ -40,6 +41,13 @@ def test_a_layers_attention_is_the_references(pico_fox, path, monkeypatch, sink)
         assert (wanted - open_).abs().max() > 1e-2
 
 
+def test_a_decay_of_just_the_horizon_hides_a_key():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 1, 8) for _ in range(3))
+    for log_f in (torch.full((1, 70, 1), -rate) for rate in (0.5, 0.25, 1.0)):
+        torch.testing.assert_close(by_torch(q, k, v, log_f, horizon=5.0), reference(q, k, v, log_f, horizon=5.0))
+
+
 def test_gates_in_other_modes_have_no_horizon(pico_fox):
     model, whole = pico_fox(**SPEC), pico_fox(half_life=SPEC["half_life"])
     for mode in ("original", "open"):
@@ -51,7 +59,7 @@ def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
     """Torch takes the place of the kernels, which have tests of their own."""
     model, ids, calls = pico_fox(**SPEC), ids_of(2, 60), []
 
-    def by_torch(q, k, v, high, low, *, seq_start, window, **options):
+    def decoded(q, k, v, high, low, *, seq_start, window, **options):
         calls.append(options)
         assert (seq_start, window) == (None, None)
         last = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
@@ -61,7 +69,7 @@ def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
     wanted = model.generate(ids, **OPTIONS)
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     monkeypatch.setattr(attention_dispatch, "decodes", lambda q, k, v: q.shape[1] == 1)
-    monkeypatch.setattr(attention_dispatch, "decode_attention", by_torch)
+    monkeypatch.setattr(attention_dispatch, "decode_attention", decoded)
     assert torch.equal(model.generate(ids, **OPTIONS), wanted)
     assert {options["horizon"] for options in calls} == {SPEC["horizon"]}
 

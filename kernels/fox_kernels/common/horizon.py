@@ -14,18 +14,18 @@ import triton.language as tl
 
 from ..host.launch import cdiv, launch
 from ..options import Documents, Options
-from .blocks import LOG2_E
 from .edges import edges
 
 BLOCK = 256
+NATS = tl.constexpr(0.6931471805599453 * (1 + 1e-9))  # of base 2, rounded up: a decay of just a horizon hides a key
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "steps"])
-def first_seen_kernel(hi_ptr, lo_ptr, out_ptr, T, S, window, horizon2, steps, BLOCK: tl.constexpr):
+def first_seen_kernel(hi_ptr, lo_ptr, out_ptr, T, S, window, horizon, steps, BLOCK: tl.constexpr):
     bh = (tl.program_id(0) // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = tl.program_id(0) % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     at = bh * S + S - T + tl.minimum(t, T - 1)
-    limit = tl.load(hi_ptr + at).to(tl.float64) + tl.load(lo_ptr + at).to(tl.float64) + horizon2
+    own = tl.load(hi_ptr + at).to(tl.float64) + tl.load(lo_ptr + at).to(tl.float64)
     low = t * 0
     high = tl.minimum(S - T + t, S)
     for _ in range(steps):
@@ -33,7 +33,7 @@ def first_seen_kernel(hi_ptr, lo_ptr, out_ptr, T, S, window, horizon2, steps, BL
         going = low < high
         c = tl.load(hi_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
         c += tl.load(lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
-        hidden = (c < limit) == 0
+        hidden = ((c - own) * NATS < horizon) == 0
         low, high = tl.where(going & hidden, middle + 1, low), tl.where(going & (hidden == 0), middle, high)
     if window is not None:
         low = tl.maximum(low, S - T + t - window + 1)
@@ -63,14 +63,14 @@ def first_seen(c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options)
     B, H, S = c_hi.shape
     out = torch.empty(B, H, T, dtype=torch.int32, device=c_hi.device)
     if out.numel():
-        numbers = (T, S, options.window, options.horizon * LOG2_E, S.bit_length())
+        numbers = (T, S, options.window, options.horizon, S.bit_length())
         arguments = (c_hi.contiguous(), c_lo.contiguous(), out, *numbers)
         launch(first_seen_kernel, (B * H * cdiv(T, BLOCK),), arguments, (BLOCK,))
     return out
 
 
 @triton.jit(do_not_specialize=["S", "total", "steps"])
-def edges_within_kernel(hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon2, steps, BLOCK: tl.constexpr):
+def edges_within_kernel(hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon, steps, BLOCK: tl.constexpr):
     bh = (tl.program_id(0) // tl.cdiv(S, BLOCK)).to(tl.int64)
     j = tl.program_id(0) % tl.cdiv(S, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     hi_ptr += bh * S
@@ -85,7 +85,7 @@ def edges_within_kernel(hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon
         c_key += tl.load(lo_ptr + key, mask=start < start_end, other=0.0).to(tl.float64)
         c_query = tl.load(hi_ptr + query, mask=end < end_end, other=0.0).to(tl.float64)
         c_query += tl.load(lo_ptr + query, mask=end < end_end, other=0.0).to(tl.float64)
-        near_key, near_query = c_key < own + horizon2, own < c_query + horizon2
+        near_key, near_query = (c_key - own) * NATS < horizon, (own - c_query) * NATS < horizon
         searched, seeking = start < start_end, end < end_end
         start = tl.where(searched & (near_key == 0), key + 1, start)
         start_end = tl.where(searched & near_key, key, start_end)
@@ -108,7 +108,7 @@ def edges_within(c_hi: torch.Tensor, c_lo: torch.Tensor, edges: torch.Tensor | N
     out = torch.empty(2, B, H, S, dtype=torch.int32, device=c_hi.device)
     if out.numel():
         total = None if edges is None else edges.shape[-1]
-        arguments = (c_hi, c_lo, edges, out, S, H, total, horizon * LOG2_E, S.bit_length())
+        arguments = (c_hi, c_lo, edges, out, S, H, total, horizon, S.bit_length())
         launch(edges_within_kernel, (B * H * cdiv(S, BLOCK),), arguments, (BLOCK,))
     return out
 
