@@ -39,14 +39,16 @@ DEFAULT = ("base", "yarn8-12M", "yarn16-12M", "theta5M-12M", "no-gates-12M", "de
 STEPPED = ("late-step", "late-256", "step-32", "step-8", "step-8-chat", "step-8-x16", "step-16", "step-16-again")
 TRIED = ("step-16-x16", "step-16-hot", "step-16-far", "yarn8-far")
 STEPS = (
-    *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k", "ramp"),
-    *("ramp-log8k", "near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED, *TRIED),
-    *("mid4", "mid4-teach8k", "mid4-log8k", "rope4"),
+    *("stretch-facts", "windows-32k", "self-chat", "taught", "half-lives-512", "unbounded-log8k"),
     *("skips-64k", "skips-log", "broad-12M", "no-sink", "unbounded-budget", "unbounded-share15", "frozen-24M"),
     *("unbounded-again", "unbounded", "default-mean-of-seeds", "default-quarter-base", "default"),
 )
+FREQUENCIES = (
+    *("ramp", "ramp-log8k", "mid4", "mid4-teach8k", "mid4-log8k", "rope4", "unbounded"),
+    *("near-ramp", "early-ramp", "late-ramp", "yarn-layers-20", *STEPPED, *TRIED, "default"),
+)
 CONTROLS = ("control", "yarn8", "yarn16", "theta5M", "no-gates", "horizon")
-RULED = ("base", "stretch", "yarn8-facts", *STEPS[:-1], "no-rope-1024", *DEFAULT[1:])
+RULED = ("base", "stretch", "yarn8-facts", *STEPS[:-1], *FREQUENCIES[:-1], "no-rope-1024", *DEFAULT[1:])
 GATES = ("horizon", "horizon-kv", "horizon-12", "horizon-random", "pressed", "stretch", "retention")
 PRESSED = ("pressed-start", "pressed-equal", "pressed-hinge", "pressed-cost")
 LORA = ("lora-12M-yarn8", "lora-12M", "yarn8-lora", "horizon-lora")
@@ -148,6 +150,7 @@ def arms_table(
 ARM_TABLES = {
     "retrofit_default": DEFAULT,
     "retrofit_steps": STEPS,
+    "retrofit_frequencies": FREQUENCIES,
     "retrofit_controls": CONTROLS,
     "retrofit_gates": GATES,
     "retrofit_pressed": PRESSED,
@@ -170,7 +173,7 @@ PANEL_TABLES = {
 def retrofit_loss() -> str:
     """Loss by position in six documents of 131072 tokens."""
     starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
-    names = [*DEFAULT, *STEPS, *CONTROLS, "no-rope-40M", "yarn8-taught", "drope-taught"]
+    names = [*DEFAULT, *STEPS, *FREQUENCIES, *CONTROLS, "no-rope-40M", "yarn8-taught", "drope-taught"]
     return arms_table(names, {span: partial(loss, start=start, of="loss_128k") for start, span in starts.items()})
 
 
@@ -205,7 +208,7 @@ def retrofit_ruler_tasks() -> str:
 
 def retrofit_instructions() -> str:
     """The base's own answers, and instructions whose answers a program checks."""
-    names = [*DEFAULT, *STEPS, *LORA, *CONTROLS, *NO_ROPE]
+    names = [*DEFAULT, *STEPS, *FREQUENCIES, *LORA, *CONTROLS, *NO_ROPE]
     measured = next(found for name in names for arm in seeds_of(name) if (found := panel_of(arm).get("instructions")))
     base = ["base", f"{measured['base']['mean']:.2f}", f"{100 * measured['followed']['base']:.0f}"]
     columns = {"loss on the base's answers": own_answers, "instructions followed, %": instructions_followed}
