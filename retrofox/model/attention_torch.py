@@ -53,21 +53,20 @@ def masked_attention(
 
     Returns: (B, T, H, DV); 0 for a query that sees nothing.
     """
-    high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
+    sums = c[0].double() + c[1]
     if mask is None:  # a single query, the last
-        decay, lost = ((x[..., -1:] - x)[:, :, None] for x in (high, low))
+        decay = (sums[..., -1:] - sums)[:, :, None] * LN_2
     else:
         mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
         own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
-        own = own.expand(*high.shape[:2], -1)
-        decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
-    decay = (decay + lost) * LN_2
+        own = own.expand(*sums.shape[:2], -1)
+        decay = (sums.gather(-1, own)[..., None] - sums[..., None, :]) * LN_2
     if mask is None:
         decay[..., :sink] = 0.0
     elif sink:
         decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
-    if horizon is not None:  # neither sinks nor the own key, whose decay is 0; 1e-6: rounding shows no key at the edge
-        decay = decay.masked_fill(decay <= -horizon * (1 - 1e-6), float("-inf"))
+    if horizon is not None:  # neither sinks nor the own key, whose decay is 0; rounding must not show a key at the edge
+        decay = decay.masked_fill(decay <= -horizon * (1 - 1e-9), float("-inf"))
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:  # a softmax over nothing would have gradients of NaN: such rows are zeroed at the end
         bias = bias.masked_fill(~mask & mask.any(-1, keepdim=True), float("-inf"))
