@@ -80,28 +80,23 @@ def reason_against(
     new = limit - input_ids.shape[1]
     if new < LEAST_TOKENS:
         return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
-    if isinstance(cache, ForgettingCache) and (reason := _reason_of_forgetting(model, cache, input_ids, mask)):
-        return reason
+    if isinstance(cache, ForgettingCache):
+        if any(layer.whole for layer in cache.layers):  # type: ignore[attr-defined]
+            return "the cache keeps what a mask with holes left of a text"
+        if _has_latents(model):
+            return "a cache that forgets expands a latent's keys in transformers' loop alone"
+        shortest = input_ids.shape[1] if mask is None else int(mask.sum(1).min())
+        if shortest <= (model.config.fox["sink_tokens"] or 0):
+            return "a text is shorter than its sinks"
     if positions is not None and positions.dim() != 2:
         return "positions have more than one dimension per token"
-    return None if mask is None else _reason_of_mask(mask, input_ids)
-
-
-def _reason_of_forgetting(model: Any, cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-    if any(layer.whole for layer in cache.layers):
-        return "the cache keeps what a mask with holes left of a text"
-    if _has_latents(model):
-        return "a cache that forgets expands a latent's keys in transformers' loop alone"
-    shortest = input_ids.shape[1] if mask is None else int(mask.sum(1).min())
-    return "a text is shorter than its sinks" if shortest <= (model.config.fox["sink_tokens"] or 0) else None
-
-
-def _reason_of_mask(mask: torch.Tensor, input_ids: torch.Tensor) -> str | None:
-    if mask.shape != input_ids.shape:
-        return "the attention mask isn't one value per token"
-    seen = mask.bool()
-    left_padded = bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all())
-    return None if left_padded else "the attention mask hides more than tokens before the text"
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            return "the attention mask isn't one value per token"
+        seen = mask.bool()
+        if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
+            return "the attention mask hides more than tokens before the text"
+    return None
 
 
 def _fixable(cache: Any) -> bool:
