@@ -148,26 +148,17 @@ def prepare_sources(
     prepared = []
     for source, reading, of_source in zip(sources, readings, wanted, strict=True):
         made = PreparedSource(source.path, source.weight, [read_shard(folder, shard.key) for shard in of_source])
-        _refuse_empty(made, reading)
-        if progress:
-            _tell(made, reading)
         prepared.append(made)
+        if not made.total("tokens"):
+            nothing, give = ("no turn of an assistant", "conversations") if reading.chat else ("no text", "texts")
+            raise ValueError(f"{source.path}: {nothing} in it (empty documents: {made.total('empty')}): give {give}")
+        if progress and (literals := made.total("literals")):
+            read = "plain text" if split_special_tokens else "these tokens (split_special_tokens: false)"
+            told = f"{source.path}: its texts spell out special tokens {literals:,} times: read as {read}"
+            print(told, file=sys.stderr)
+        if progress and (untold := made.total("untold")):
+            print(f"{source.path}: documents without words for facts (16, of 4-9 letters): {untold:,}", file=sys.stderr)
     return Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(todo), len(shards) - len(todo))
-
-
-def _refuse_empty(made: PreparedSource, reading: Reading) -> None:
-    if not made.total("tokens"):
-        nothing, give = ("no turn of an assistant", "conversations") if reading.chat else ("no text", "texts")
-        raise ValueError(f"{made.path}: {nothing} in it (empty documents: {made.total('empty')}): give {give}")
-
-
-def _tell(made: PreparedSource, reading: Reading) -> None:
-    """Prints what is worth knowing about a source's texts: special tokens spelled out, too few words for facts."""
-    if literals := made.total("literals"):
-        read = "plain text" if reading.split_special_tokens else "these tokens (split_special_tokens: false)"
-        print(f"{made.path}: its texts spell out special tokens {literals:,} times: read as {read}", file=sys.stderr)
-    if untold := made.total("untold"):
-        print(f"{made.path}: documents without words for facts (16, of 4-9 letters): {untold:,}", file=sys.stderr)
 
 
 def _key(unit: Unit, reading: Reading, tokenizer: str, template: Any, digests: Digests) -> str:
