@@ -23,7 +23,6 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading.atomic_directory import atomic_directory, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
-from retrofox.loading.shards import Shards
 from retrofox.loading.source import check_live, check_source, fetch, read_config, recorded, refuse_adapter
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.support.files import write_json
@@ -147,15 +146,20 @@ def write(
     check_texts(spec, texts)
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)
-    place: ModelSource = source
-    found: Shards | None = None
+    place, found = source, None
     if not isinstance(source, PreTrainedModel) and not str(source).endswith(".gguf"):
         place, plan.spec.base_revision = fetch(source, revision)
         plan.config.fox["base_revision"] = plan.spec.base_revision
         found = checked_shards(place, plan)
     with atomic_directory(out) as partial:
         values, start = measured_values(place, plan, texts)
-        how = _write_model(place, found, plan, partial, values, progress)
+        if isinstance(place, Path) and found is not None and plan.own_gates is not None:
+            how = write_own_gates(place, found, plan, partial)
+        elif isinstance(place, Path) and found is not None and not found.pickled:
+            write_directory(place, found, plan, partial, values, progress)
+            how = "copied"
+        else:
+            how = _save(place, plan, partial, values)
         report: dict[str, Any] = {
             "retrofox": __version__,
             "plan": plan.to_dict(),
@@ -175,19 +179,6 @@ def write(
         text = card(plan.spec, plan.model_type, state, licence_of(place))
         (partial / "README.md").write_text(text, encoding="utf-8")
     return report
-
-
-def _write_model(
-    place: ModelSource, found: Shards | None, plan: Plan, partial: Path, values: dict[str, torch.Tensor], progress: bool
-) -> str:
-    """Writes the converted model, copying weight files where that can be; returns where the weights came from."""
-    if found is None or (found.pickled and plan.own_gates is None):
-        return _save(place, plan, partial, values)
-    assert isinstance(place, Path), "weight files were found in a directory"
-    if plan.own_gates is not None:
-        return write_own_gates(place, found, plan, partial)
-    write_directory(place, found, plan, partial, values, progress)
-    return "copied"
 
 
 def _save(place: ModelSource, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> str:
