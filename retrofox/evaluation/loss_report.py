@@ -31,7 +31,7 @@ def buckets(losses: Losses, length: int) -> list[dict[str, Any]]:
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
     edges = bucket_edges(length, reach(losses))
-    sums = {key: PositionSums.of(values, edges) for key, values in losses.items()}
+    sums = {key: PositionSums(values, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
         f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key, sums)] if to in sums
@@ -57,7 +57,7 @@ def reach(losses: Losses) -> int:
 
 def summarise(losses: Losses, length: int) -> dict[str, dict[str, Any]]:
     """By line: its mean over all positions, and the mean difference."""
-    sums = {key: PositionSums.of(values, [0, length]) for key, values in losses.items()}
+    sums = {key: PositionSums(values, [0, length]) for key, values in losses.items()}
     summary = {key: own.statistics()[0] for key, own in sums.items()}
     for key, found in summary.items():
         to = _compared_to(key, sums)
@@ -74,7 +74,7 @@ def curves(
     """
     edges = curve_edges(min(length, reach(losses)))
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
-    sums = {key: PositionSums.of(values, edges).smoothed(edges) for key, values in losses.items()}
+    sums = {key: PositionSums(values, edges).smoothed(edges) for key, values in losses.items()}
     result = []
     looks = [line["key"] for line in sorted(lines, key=lambda line: line["key"] in CONTROLS)]  # as in other figures
     for line in lines:

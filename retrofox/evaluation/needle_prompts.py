@@ -22,7 +22,6 @@ from retrofox.evaluation.token_scores import Scored
 logger = logging.getLogger(__name__)
 LEAST_TOKENS = 1 << 21
 """Reading stops here, or at eight times the longest prompt: more than enough for different stretches."""
-SENTENCE = 64
 MODES: tuple[str, ...] = ("easy", "standard")
 
 CITIES = (
@@ -69,11 +68,11 @@ class Haystack:
         at = int(place * (len(self.token_ids) - length + 1))
         return self.token_ids[at : at + length]
 
-    def sentence_end(self, text: np.ndarray, at: int) -> int:
-        """The last position within SENTENCE tokens before `at` that follows a full stop, else `at` itself."""
+    def sentence_end(self, text: np.ndarray, at: int, reach: int = 64) -> int:
+        """The last position within `reach` tokens before `at` that follows a full stop, else `at` itself."""
         if at in (0, len(text)):
             return at
-        for position in range(at, max(0, at - SENTENCE), -1):
+        for position in range(at, max(0, at - reach), -1):
             if self.tokenizer.decode([int(text[position - 1])]).rstrip().endswith((".", "!", "?")):
                 return position
         return at

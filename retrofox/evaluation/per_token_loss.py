@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,6 @@ from retrofox.evaluation.statistics import mean_over_documents
 
 STANDARD_EDGES = (0, 512, 2048, 4096, 8192, 16384, 24576, 32768)
 SCALE_BELOW = 4096
-BINS_PER_OCTAVE = 12
-SMOOTHED_OCTAVES = 0.5
-"""Octaves of positions that a point of a curve is the mean of."""
 
 
 def bucket_edges(length: int, reach: int | None = None) -> list[int]:
@@ -38,35 +34,32 @@ def bucket_edges(length: int, reach: int | None = None) -> list[int]:
     return sorted({e for e in edges if e != 1 and e < end} | {end})
 
 
-def curve_edges(length: int) -> list[int]:
+def curve_edges(length: int, per_octave: int = 12) -> list[int]:
     """Edges of log-spaced position bins from 1 to `length`, each at least one token wide."""
-    count = math.ceil(BINS_PER_OCTAVE * math.log2(max(2, length)))
+    count = math.ceil(per_octave * math.log2(max(2, length)))
     edges = np.unique(np.round(np.geomspace(1, max(2, length), count + 1)).astype(int))
     return [int(e) for e in edges]
 
 
-@dataclass(frozen=True)
 class PositionSums:
-    """Sums of losses over position bins, and the positions summed: (documents, bins) float64."""
+    """Sums of losses per document over position bins, from which means and errors over documents follow."""
 
-    sums: np.ndarray
-    counts: np.ndarray
-
-    @classmethod
-    def of(cls, losses: Sequence[np.ndarray], edges: Sequence[int]) -> PositionSums:
-        """Of each document's losses, loss[i - 1] at position i, in the bins between `edges`."""
-        found = cls(*np.zeros((2, len(losses), len(edges) - 1)))
+    def __init__(self, losses: Sequence[np.ndarray], edges: Sequence[int]):
+        self.sums = np.zeros((len(losses), len(edges) - 1))
+        self.counts = np.zeros_like(self.sums)
         for document, loss in enumerate(losses):
             cumulative = np.concatenate([[0.0], np.cumsum(loss, dtype=np.float64)])
-            at = np.clip(np.asarray(edges) - 1, 0, len(loss))
-            found.sums[document], found.counts[document] = np.diff(cumulative[at]), np.diff(at)
-        return found
+            at = np.clip(np.asarray(edges) - 1, 0, len(loss))  # loss[i - 1] belongs to position i
+            self.sums[document] = np.diff(cumulative[at])
+            self.counts[document] = np.diff(at)
 
-    def smoothed(self, edges: Sequence[int]) -> PositionSums:
-        """Every bin widened to all bins whose centre is within SMOOTHED_OCTAVES / 2 of its own."""
+    def smoothed(self, edges: Sequence[int], octaves: float = 0.5) -> PositionSums:
+        """Every bin widened to all bins whose centre is within octaves / 2 of its own: a moving log-spaced window."""
         centre = np.log2(np.sqrt(np.asarray(edges[:-1]) * np.maximum(np.asarray(edges[1:]) - 1, 1)))
-        near = (np.abs(centre[:, None] - centre[None]) <= SMOOTHED_OCTAVES / 2).astype(np.float64)
-        return PositionSums(self.sums @ near, self.counts @ near)
+        near = (np.abs(centre[:, None] - centre[None]) <= octaves / 2).astype(np.float64)
+        wide = object.__new__(PositionSums)
+        wide.sums, wide.counts = self.sums @ near, self.counts @ near
+        return wide
 
     def statistics(self, base: PositionSums | None = None) -> list[dict[str, Any]]:
         """Per bin `mean_over_documents` of the loss, or of its paired difference to `base`."""

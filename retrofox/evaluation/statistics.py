@@ -42,15 +42,15 @@ def mean_over_documents(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
 
 
 @cache
-def student_t(freedom: int) -> float:
-    """t with P(|T| <= t) = 0.95 for Student's T at so many degrees of freedom.
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """t with P(|T| <= t) = level for Student's T at so many degrees of freedom.
 
     T = sqrt(freedom) tan(a), the density of the angle a in (-pi/2, pi/2) being proportional to cos(a)^(freedom - 1).
     """
     angle = np.linspace(0, math.pi / 2, 200_001)
     density = np.cos(angle) ** (freedom - 1)
     area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(freedom) * math.tan(float(np.interp(0.95, area / area[-1], angle)))
+    return math.sqrt(freedom) * math.tan(float(np.interp(level, area / area[-1], angle)))
 
 
 def side(interval: list[float] | None) -> int:

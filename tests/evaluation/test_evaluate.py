@@ -49,7 +49,7 @@ def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_lla
 
 
 def test_losses_are_summed_by_document_and_bucket():
-    sums = PositionSums.of([np.array([1.0, 2, 3, 4]), np.array([3.0, 5])], [0, 3, 5])
+    sums = PositionSums([np.array([1.0, 2, 3, 4]), np.array([3.0, 5])], [0, 3, 5])
     assert sums.counts.tolist() == [[2, 2], [2, 0]]
     assert sums.sums.tolist() == [[3, 7], [8, 0]]
 
